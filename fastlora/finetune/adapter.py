@@ -1,0 +1,137 @@
+"""From the command's arguments to PEFT's `LoraConfig`, and whether a checkpoint's adapter is the one that was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .arguments import LoraArguments, layers_from_top, parse_pattern
+
+# What a checkpoint's adapter must share with the run's, or its weights and optimiser state do not fit.
+_COMPARED = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "use_dora",
+    "bias",
+    "lora_bias",
+    "rank_pattern",
+    "alpha_pattern",
+)
+
+
+def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
+    """PEFT's config for this model.
+
+    Raises:
+        ValueError: `layers` or `layers_to_transform` names layers that the model does not have, or a module to target is
+            not there.
+    """
+    from peft import LoraConfig
+
+    count = _layer_count(model)
+    indices = arguments.layers_to_transform
+    targets: list[str] | str | None = arguments.target_modules
+    if arguments.layers is not None:
+        if count is None:
+            raise ValueError(
+                f"layers: got {arguments.layers!r}, but this model's config does not say how many layers it has; "
+                "takes layers_to_transform"
+            )
+        indices = list(range(count - layers_from_top(arguments.layers, count), count))
+        targets = targets or attention_projections(model)
+    for index in indices or ():
+        if count is not None and index >= count:
+            raise ValueError(f"layers_to_transform: got {index}, but the model has {count} layers")
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    elif isinstance(targets, list):
+        names = [name for name, _ in model.named_modules()]
+        for target in targets:
+            if not any(name == target or name.endswith(f".{target}") for name in names):
+                known = sorted(
+                    {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)}
+                )
+                raise ValueError(
+                    f"target_modules: got {target!r}, but the model's layers are {', '.join(known)}"
+                )
+    initial = {"true": True, "false": False}.get(
+        arguments.init_lora_weights.lower(), arguments.init_lora_weights
+    )
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=arguments.r,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=targets,
+        exclude_modules=arguments.exclude_modules,
+        bias=arguments.bias,
+        layers_to_transform=indices,
+        layers_pattern=arguments.layers_pattern,
+        modules_to_save=arguments.modules_to_save,
+        use_rslora=arguments.use_rslora,
+        use_dora=arguments.use_dora,
+        lora_bias=arguments.lora_bias,
+        init_lora_weights=initial,
+        rank_pattern=parse_pattern("rank_pattern", arguments.rank_pattern),
+        alpha_pattern=parse_pattern("alpha_pattern", arguments.alpha_pattern),
+    )
+
+
+def attention_projections(model: nn.Module) -> list[str]:
+    """Names of the linear layers inside attention blocks, as `target_modules` takes them.
+
+    A last name that also occurs elsewhere (GPT-2's c_proj is in the MLP too) gets its parent's in front.
+    """
+    inside: set[tuple[str, str]] = set()
+    outside: set[str] = set()
+    for name, module in model.named_modules():
+        if not _is_linear(module):
+            continue
+        path, _, leaf = name.rpartition(".")
+        parent = path.rpartition(".")[2]
+        if "att" in parent.lower():
+            inside.add((parent, leaf))
+        else:
+            outside.add(leaf)
+    if not inside:
+        raise ValueError(
+            "layers: no attention block was recognised in this model; takes target_modules too"
+        )
+    return sorted({f"{parent}.{leaf}" if leaf in outside else leaf for parent, leaf in inside})
+
+
+def check_same_adapter(config: Any, checkpoint: Path) -> None:
+    """ValueError when the checkpoint holds another adapter than the one that this run asked for."""
+    stored = json.loads((checkpoint / "adapter_config.json").read_bytes())
+    for name in _COMPARED:
+        if name in stored and stored[name] != getattr(config, name):
+            raise ValueError(
+                f"{name}: got {getattr(config, name)!r}, but {checkpoint} has {stored[name]!r}; "
+                "resume with that, or take another output_dir"
+            )
+    theirs, ours = stored["target_modules"], config.target_modules
+    if isinstance(theirs, list) and not isinstance(ours, str) and set(theirs) != set(ours):
+        raise ValueError(
+            f"target_modules: got {', '.join(sorted(ours))}, but {checkpoint} has {', '.join(sorted(theirs))}; "
+            "resume with those, or take another output_dir"
+        )
+    if stored.get("layers_to_transform") != config.layers_to_transform:
+        raise ValueError(
+            f"layers: got layers {config.layers_to_transform}, but {checkpoint} has {stored.get('layers_to_transform')}; "
+            "resume with those, or take another output_dir"
+        )
+
+
+def _layer_count(model: Any) -> int | None:
+    config = model.config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    return getattr(config, "num_hidden_layers", None)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"

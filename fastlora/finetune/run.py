@@ -1,0 +1,313 @@
+"""A run from settings to adapter: data, model, Trainer, report. Checks come first, in the order of what they cost."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, set_seed
+
+import fastlora
+
+from . import checkpoints, report
+from .adapter import check_same_adapter, lora_config
+from .arguments import Settings
+from .batches import Collator, LengthBuckets, padding_share
+from .encoding import Encoded, Prompting, encode_rows
+from .models import load_model, load_tokenizer
+from .rows import Cleaning, Row, read_rows, shared_prompts, split_rows
+from .trainer import FINGERPRINT, LoRATrainer, say, world_size
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that only has to be trained: everything was read, checked, encoded, loaded and fused."""
+
+    settings: Settings
+    model: Any
+    tokenizer: Any
+    prompting: Prompting
+    training: Encoded
+    evaluation: Encoded | None
+    facts: dict[str, Any]  # what metrics.json says of data, adapter and fusion
+    resume_from: Path | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished run: what metrics.json holds, and the trained model."""
+
+    metrics: dict[str, Any]
+    model: Any
+    tokenizer: Any
+    prompting: Prompting
+    trainer: LoRATrainer
+
+
+def run(
+    settings: Settings,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Result:
+    """Fine-tune.
+
+    Args:
+        settings: from `parse`.
+        model: a base model that is loaded already; an adapter is added to it in place. None loads `settings.model.model`.
+        tokenizer: likewise.
+        callbacks: for Trainer.
+
+    Returns:
+        The result; its files are in `output_dir`: the adapter in PEFT's layout, metrics.json, loss.png, checkpoints.
+
+    Raises:
+        ValueError, TypeError, OSError: an argument, a file or the data was refused; nothing was trained.
+    """
+    return train(prepare(settings, model=model, tokenizer=tokenizer), callbacks)
+
+
+def prepare(settings: Settings, *, model: Any = None, tokenizer: Any = None) -> Prepared:
+    """All of a run up to training; raises what `run` raises."""
+    output_dir = Path(settings.training.output_dir)
+    rows, held_out, cleaning = _read(settings)
+    say(f"data: {cleaning['data'].describe()}")
+    if "eval_data" in cleaning:
+        say(f"eval data: {cleaning['eval_data'].describe()}")
+    checkpoints.make_writable(output_dir)
+    resume_from = _find_checkpoint(settings, output_dir)
+
+    tokenizer = load_tokenizer(settings.model) if tokenizer is None else tokenizer
+    prompting = Prompting.choose(tokenizer, settings.data.prompt_template)
+    training, evaluation = _encode(rows, held_out, prompting, settings, cleaning)
+    facts = _data_facts(rows, held_out, training, evaluation, settings, cleaning)
+
+    model = load_model(settings.model) if model is None else model
+    limit = getattr(model.config, "max_position_embeddings", None)
+    longest = max(training.lengths + (evaluation.lengths if evaluation else []))
+    if limit is not None and longest > limit:
+        raise ValueError(
+            f"max_length: a row has {longest} tokens, but the model takes {limit}; set max_length to that"
+        )
+    model, adapter_facts = _adapt(model, settings)
+    if resume_from is not None:
+        check_same_adapter(model.peft_config["default"], resume_from)
+        _check_same_data(training, resume_from)
+    return Prepared(
+        settings,
+        model,
+        tokenizer,
+        prompting,
+        training,
+        evaluation,
+        facts | adapter_facts,
+        resume_from,
+    )
+
+
+def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Result:
+    """Train, evaluate, and write what the run leaves behind."""
+    settings, tokenizer = prepared.settings, prepared.tokenizer
+    args = settings.training
+    if args.ddp_find_unused_parameters is None:
+        args.ddp_find_unused_parameters = (
+            False  # every adapter is used in every forward: spare DDP its search
+        )
+    pad = (
+        tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else (tokenizer.eos_token_id or 0)
+    )
+    trainer = LoRATrainer(
+        model=prepared.model,
+        args=args,
+        train_dataset=prepared.training,
+        eval_dataset=prepared.evaluation,
+        data_collator=Collator(pad, settings.data.pad_to_multiple_of),
+        processing_class=tokenizer,
+        callbacks=list(callbacks),
+        data_fingerprint=prepared.training.fingerprint(),
+    )
+    begun = time.perf_counter()
+    with warnings.catch_warnings():
+        # PEFT looks for the base's config.json on every save; a GGUF file has none beside it, and that is fine.
+        warnings.filterwarnings("ignore", message="Could not find a config file")
+        resume_from = prepared.resume_from
+        trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+        if prepared.evaluation is not None and _needs_last_evaluation(trainer):
+            trainer.evaluate()
+        metrics = report.run_metrics(prepared, trainer, time.perf_counter() - begun)
+        if trainer.is_world_process_zero():
+            checkpoints.save_directory(prepared.model.save_pretrained, Path(args.output_dir))
+            tokenizer.save_pretrained(args.output_dir)
+            report.write_report(Path(args.output_dir), metrics)
+            say(report.last_line(metrics))
+            say(f"adapter, metrics.json and loss.png are in {args.output_dir}")
+    return Result(metrics, prepared.model, tokenizer, prepared.prompting, trainer)
+
+
+def _read(settings: Settings) -> tuple[list[Row], list[Row], dict[str, Cleaning]]:
+    data = settings.data
+    rows, cleaning = read_rows(data.data)
+    if data.eval_data:
+        held_out, eval_cleaning = read_rows(data.eval_data, "eval_data")
+        return rows, held_out, {"data": cleaning, "eval_data": eval_cleaning}
+    if not data.eval_fraction:
+        return rows, [], {"data": cleaning}
+    training, held_out = split_rows(rows, data.eval_fraction)
+    if not training or not held_out:
+        raise ValueError(
+            f"eval_fraction: got {data.eval_fraction}, which leaves {len(training)} rows to train on and "
+            f"{len(held_out)} to evaluate of {len(rows)}"
+        )
+    return training, held_out, {"data": cleaning}
+
+
+def _encode(
+    rows: list[Row],
+    held_out: list[Row],
+    prompting: Prompting,
+    settings: Settings,
+    cleaning: dict[str, Cleaning],
+) -> tuple[Encoded, Encoded | None]:
+    limit = settings.data.max_length
+    all_data = cleaning["data"]
+    training = encode_rows(rows, prompting, limit, all_data)
+    if not held_out:
+        evaluation = None
+    elif "eval_data" in cleaning:
+        evaluation = encode_rows(held_out, prompting, limit, cleaning["eval_data"])
+    else:
+        evaluation = encode_rows(held_out, prompting, limit, all_data)
+        all_data.kept = len(training) + len(evaluation)
+    for name, counts in cleaning.items():
+        if counts.left_out["too_long"]:
+            say(f"{name}, rows over max_length {limit}: {counts.describe()}")
+    return training, evaluation
+
+
+def _data_facts(
+    rows: list[Row],
+    held_out: list[Row],
+    training: Encoded,
+    evaluation: Encoded | None,
+    settings: Settings,
+    cleaning: dict[str, Cleaning],
+) -> dict[str, Any]:
+    args = settings.training
+    batch = args.train_batch_size
+    at_once = batch * args.world_size
+    seed = args.seed if args.data_seed is None else args.data_seed
+    bucketed = args.train_sampling_strategy == "group_by_length"
+    shuffled = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
+    random_share = padding_share(shuffled, training.lengths, batch)
+    order = list(LengthBuckets(training.lengths, at_once, seed)) if bucketed else shuffled
+    share = padding_share(order, training.lengths, batch)
+    tokens = sum(training.lengths)
+    say(
+        f"training on {len(training)} rows, {tokens:,} tokens ({training.trained_tokens:,} with loss), "
+        f"{min(training.lengths)} to {max(training.lengths)} a row; padding {share:.1%}"
+        + (f" (random order: {random_share:.1%})" if bucketed else "")
+    )
+    shared = shared_prompts(rows, held_out)
+    if evaluation is not None:
+        say(
+            f"evaluating on {len(evaluation)} rows"
+            + (f"; {shared} of their inputs are also trained on" if shared else "")
+        )
+    return {
+        "data": {
+            "files": list(settings.data.data),
+            "lines": {name: counts.as_dict() for name, counts in cleaning.items()},
+            "train_rows": len(training),
+            "eval_rows": len(evaluation) if evaluation is not None else 0,
+            "eval_inputs_also_trained": shared,
+            "tokens_an_epoch": tokens,
+            "trained_tokens_an_epoch": training.trained_tokens,
+            "padding_share": share,
+            "padding_share_random": random_share,
+        }
+    }
+
+
+def _adapt(model: Any, settings: Settings) -> tuple[Any, dict[str, Any]]:
+    """Add the adapter and fuse it."""
+    from peft import get_peft_model
+
+    args = settings.training
+    config = lora_config(settings.lora, model)
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(
+        "use_reentrant"
+    ):
+        model.enable_input_require_grads()  # reentrant checkpointing sees no gradient path from frozen embeddings
+    set_seed(args.seed)
+    model = get_peft_model(model, config)
+    if settings.model.fuse:
+        fastlora.fuse(model, backend=settings.model.backend)
+        text, fusion = report.describe_fusion(model)
+        say(text)
+    else:
+        fusion = {"layers": 0, "fused": 0, "backends": {}, "unfused": {"fuse false": 0}}
+        say("the layers stay as PEFT has them (fuse false)")
+    trained, total = model.get_nb_trainable_parameters()
+    say(f"{trained:,} of {total:,} parameters train ({trained / total:.2%})")
+    lora = {name: value for name, value in vars(settings.lora).items() if value is not None}
+    lora |= {"target_modules": sorted(model.peft_config["default"].target_modules)}
+    return model, {
+        "adapter": lora | {"trained_parameters": trained, "parameters": total},
+        "fusion": fusion,
+    }
+
+
+def _find_checkpoint(settings: Settings, output_dir: Path) -> Path | None:
+    """What to resume from: the one that was named, else the newest usable one in `output_dir`, else nothing."""
+    wish = settings.training.resume_from_checkpoint
+    usable, skipped = checkpoints.last_usable(output_dir, world_size())
+    if wish is not None and str(wish).lower() in ("false", "no"):
+        if usable is not None:
+            raise ValueError(
+                f"resume_from_checkpoint: got {wish}, but {output_dir} holds {usable.name} of an earlier run; "
+                "take another output_dir or remove it"
+            )
+        return None
+    if wish is not None and str(wish).lower() not in ("true", "yes"):
+        fault = checkpoints.fault(Path(wish), world_size())
+        if fault:
+            raise ValueError(f"resume_from_checkpoint: {wish} cannot be resumed from: {fault}")
+        usable, skipped = Path(wish), []
+    for reason in skipped:
+        say(f"skipping a checkpoint that is not whole: {reason}")
+    if usable is not None:
+        say(f"resuming from {usable}")
+    elif wish is not None:
+        raise ValueError(
+            f"resume_from_checkpoint: got {wish}, but {output_dir} holds no usable checkpoint"
+        )
+    return usable
+
+
+def _check_same_data(training: Encoded, checkpoint: Path) -> None:
+    import json
+
+    try:
+        stored = json.loads((checkpoint / FINGERPRINT).read_bytes())["data"]
+    except (OSError, ValueError, KeyError):
+        return
+    if stored != training.fingerprint():
+        say(
+            f"the training data changed since {checkpoint.name}: the losses will not be those of a run never cut"
+        )
+
+
+def _needs_last_evaluation(trainer: LoRATrainer) -> bool:
+    """Whether the weights that are saved have not been evaluated yet."""
+    if trainer.args.load_best_model_at_end:
+        return True
+    done = [entry["step"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    return not done or done[-1] != trainer.state.global_step

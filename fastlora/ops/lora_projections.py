@@ -1,0 +1,116 @@
+"""Several LoRA projections of one X (q/k/v, gate/up), as one operation.
+
+    S_i  = X̂_i A_iᵀ                       shrink, for all projections in one pass over X
+    Y_i  = X W_iᵀ + bias_i + s_i S_i B_iᵀ  expand
+    dS_i = s_i dY_i B_i    dB_i = s_i dY_iᵀ S_i             one pass over dY_i
+    dA_i = dS_iᵀ X̂_i                                       one pass over X for all
+    dX   = Σ_i dY_i W_i + mask_i ⊙ (dS_i A_i) / (1 - p)
+
+X̂_i = dropout_i(X), each projection with its own mask, regenerated from its seed and never stored.
+LoRA: Hu et al., arXiv 2106.09685, section 4.1. Saved for backward: X and S, beside the parameters.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from . import _library
+from ._common import as_rows, bias_gradient, in_dtype, without_autocast
+
+
+class LoRAProjections(torch.autograd.Function):
+    """The operation above, in eager mode and traced by ``torch.compile``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        backend: str,
+        dropout_p: float,
+        seeds: Tensor | None,  # int64 [P]
+        scalings: tuple[float, ...],
+        x: Tensor,  # [..., K]
+        *parameters: Tensor,  # P weights, P biases (or None), P lora_A, P lora_B
+    ) -> tuple[Tensor, ...]:
+        count = len(scalings)
+        weights, biases = parameters[:count], parameters[count : 2 * count]
+        lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
+        ys, s = _library.implementation(backend).projections_forward(
+            as_rows(x),
+            in_dtype(weights, x.dtype),
+            lora_As,
+            lora_Bs,
+            scalings,
+            in_dtype(biases, x.dtype),
+            dropout_p,
+            seeds,
+        )
+        needs = ctx.needs_input_grad[5:]
+        save_x, save_s = any(needs[2 * count : 3 * count]), any(needs[3 * count :])
+        ctx.save_for_backward(
+            x if save_x else None, s if save_s else None, seeds, *weights, *biases, *lora_As, *lora_Bs
+        )
+        ctx.set_materialize_grads(False)
+        ctx.backend, ctx.dropout_p, ctx.scalings = backend, dropout_p, scalings
+        ctx.x_shape = x.shape
+        return tuple([y.view(*x.shape[:-1], y.shape[1]) for y in ys])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, s, seeds, *parameters = ctx.saved_tensors
+        count = len(ctx.scalings)
+        weights, biases = parameters[:count], parameters[count : 2 * count]
+        lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
+        need_dx, needs = ctx.needs_input_grad[4], ctx.needs_input_grad[5:]
+        dys_2d = [None if dy is None else as_rows(dy) for dy in dys]
+        dtype, device_type = _kind(dys, x, weights[0])
+        with without_autocast(device_type):
+            dx, dAs, dBs = _library.implementation(ctx.backend).projections_backward(
+                dys_2d,
+                None if x is None else as_rows(x),
+                s,
+                in_dtype(weights, dtype),
+                lora_As,
+                lora_Bs,
+                ctx.scalings,
+                ctx.dropout_p,
+                seeds,
+                need_dx=need_dx,
+                need_dA=needs[2 * count : 3 * count],
+                need_dB=needs[3 * count :],
+            )
+            d_biases = [
+                bias_gradient(dy, bias) if need and dy is not None else None
+                for dy, bias, need in zip(dys_2d, biases, needs[count : 2 * count], strict=True)
+            ]
+        if dx is not None:
+            dx = dx.view(ctx.x_shape)
+        return None, None, None, None, dx, *([None] * count), *d_biases, *dAs, *dBs
+
+
+def _kind(dys: Sequence[Tensor | None], *others: Tensor | None) -> tuple[torch.dtype, str]:
+    """Dtype and device type of the first gradient that is there (else of the first other)."""
+    for tensor in (*dys, *others):
+        if tensor is not None:
+            return tensor.dtype, tensor.device.type
+    raise AssertionError("at least the weights are tensors")
+
+
+def lora_projections(
+    backend: str,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    lora_As: Sequence[Tensor],
+    lora_Bs: Sequence[Tensor],
+    scalings: Sequence[float],
+    biases: Sequence[Tensor | None],
+    dropout_p: float,
+    seeds: Tensor | None,
+) -> tuple[Tensor, ...]:
+    """Apply the operation; arguments are checked by :mod:`fastlora.functional`."""
+    return LoRAProjections.apply(
+        backend, dropout_p, seeds, tuple(scalings), x, *weights, *biases, *lora_As, *lora_Bs
+    )

@@ -1,0 +1,20 @@
+"""Triton kernels and their launchers: tensors in, tensors out; no autograd, no modules.
+
+These six functions are the "triton" backend. They run on CUDA tensors, and on CPU tensors under the interpreter
+(TRITON_INTERPRET=1, set before this package is imported).
+"""
+
+from .dropout import philox_mask
+from .embedding import embedding_backward, embedding_forward
+from .glu import glu_backward, glu_forward
+from .projections import projections_backward, projections_forward
+
+__all__ = [
+    "embedding_backward",
+    "embedding_forward",
+    "glu_backward",
+    "glu_forward",
+    "philox_mask",
+    "projections_backward",
+    "projections_forward",
+]

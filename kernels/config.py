@@ -1,0 +1,148 @@
+"""Tile shapes, by shape and part, in one place, each with the reason for its numbers.
+
+Every row below is compiled for sm_80 and sm_90 by the tests: no spills, shared memory within the part's limit.
+A `Tile` names the sizes of one program: m rows of tokens, n columns of the output, k steps of the reduction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .launch import capability, ceil_div, precision, processors
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Sizes of one program's tile, its warps and its pipeline stages."""
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+
+INTERPRETED = (0, 0)
+
+# Programs a multiprocessor should find: two resident ones hide each other's latency, the rest evens out the tail.
+WAVES = 4
+
+# Tile rows that walk N together: 8 * 128 rows of X and 8 tiles of W are 4 MiB at K = 4096, well inside any L2.
+GROUP_M = 8
+
+MASK = Tile(32, 64, 64, 4, 1)
+
+# Reduction of partials: memory bound; 1024 floats a program are 8 a thread, two 16-byte loads in flight each.
+REDUCE_BLOCK, REDUCE_WARPS = 1024, 4
+
+# GLU: memory bound; 1024 elements over 128 threads are one 16-byte load a tensor in half types.
+GLU_BLOCK, GLU_WARPS = 1024, 4
+
+GEMM = {
+    # The largest accumulator that two warp groups hold (128 registers a thread): the most reuse a byte of shared
+    # memory; three stages are 144 KiB of sm_90's 227.
+    "half_90_wide": Tile(128, 256, 64, 8, 3),
+    # Where 128 x 256 leaves processors idle, and everywhere on sm_80, where 128 x 256 spills: 64 registers a thread.
+    "half_square": Tile(128, 128, 64, 8, 3),
+    # Up to 64 tokens: one warp group's row of tiles, narrow in N so that more processors read W.
+    "half_64": Tile(64, 64, 128, 4, 3),
+    # A few tokens (decoding): W is read once, and that is all the time there is. 16 rows are the least `tl.dot` takes.
+    "half_16": Tile(16, 64, 128, 4, 4),
+    # fp32 on CUDA cores: 64 x 64 is 32 accumulators a thread, and operands come from shared memory.
+    "ieee": Tile(64, 64, 32, 4, 2),
+    "ieee_16": Tile(16, 64, 64, 4, 2),
+    # fp32 rounded to TF32 in tensor cores: as half_square with twice the bytes an element.
+    "tf32": Tile(128, 128, 32, 8, 3),
+    "tf32_16": Tile(16, 64, 64, 4, 3),
+    # The interpreter's cost is the number of programs and steps: 64-wide all round.
+    "interpreted": Tile(64, 64, 64, 4, 1),
+}
+
+
+def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int) -> Tile:
+    """Tile of the GEMM whose output is [M, N]."""
+    part = capability(device)
+    if part == INTERPRETED:
+        return GEMM["interpreted"]
+    if dtype == torch.float32:
+        kind = precision(dtype)
+        return GEMM[kind if M > 16 else f"{kind}_16"]
+    if M <= 16:
+        return GEMM["half_16"]
+    if M <= 64:
+        return GEMM["half_64"]
+    if part >= (9, 0) and ceil_div(M, 128) * ceil_div(N, 256) >= processors(device):
+        return GEMM["half_90_wide"]
+    return GEMM["half_square"]
+
+
+# n bounds the ranks of one program; wider stacks run as more programs.
+SHRINK = {
+    # Memory bound: 64 x 128 of X is 16 KiB a stage, four stages keep 64 KiB a program in flight.
+    "half": Tile(64, 64, 128, 4, 4),
+    # With masks it is bound by Philox instead: 8 warps share the rounds, whose words take 64 registers a thread at 4.
+    "half_dropout": Tile(64, 64, 128, 8, 3),
+    "half_16": Tile(16, 64, 256, 4, 4),
+    "ieee": Tile(32, 64, 64, 4, 2),
+    "interpreted": Tile(64, 64, 64, 4, 1),
+}
+
+
+def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout: bool) -> Tile:
+    """Tile of S = X A^T for a padded rank."""
+    if capability(device) == INTERPRETED:
+        return SHRINK["interpreted"]
+    if dtype == torch.float32:
+        return SHRINK["ieee"]
+    if dropout:
+        return SHRINK["half_dropout"]
+    return SHRINK["half_16" if M <= 16 else "half"]
+
+
+# k bounds the ranks of one program.
+GRAD_DY = {
+    # 64 x 128 of dY is used twice from shared memory; dB of 128 columns at rank 64 is 64 registers a thread.
+    "half": Tile(64, 128, 64, 4, 3),
+    "ieee": Tile(32, 64, 32, 4, 2),
+    "interpreted": Tile(64, 64, 64, 4, 1),
+}
+
+
+def grad_dy(dtype: torch.dtype, device: torch.device, rank: int) -> Tile:
+    """Tile of the dY pass."""
+    if capability(device) == INTERPRETED:
+        return GRAD_DY["interpreted"]
+    return GRAD_DY["ieee" if dtype == torch.float32 else "half"]
+
+
+# n bounds the stacked ranks of one pass.
+X_PASS = {
+    "half": Tile(64, 64, 128, 4, 3),
+    # Mask, low-rank product and its sum are three tiles of [m, k] in registers: 8 warps for 64 x 128.
+    "half_dropout": Tile(64, 64, 128, 8, 2),
+    "ieee": Tile(32, 64, 64, 4, 2),
+    "interpreted": Tile(64, 64, 64, 4, 1),
+}
+
+
+def x_pass(dtype: torch.dtype, device: torch.device, rank: int, dropout: bool) -> Tile:
+    """Tile of the X pass of the backward."""
+    if capability(device) == INTERPRETED:
+        return X_PASS["interpreted"]
+    if dtype == torch.float32:
+        return X_PASS["ieee"]
+    return X_PASS["half_dropout" if dropout else "half"]
+
+
+# k bounds the ranks of one step.
+EMBEDDING = {
+    "half": Tile(32, 64, 64, 4, 1),
+    "ieee": Tile(32, 64, 32, 4, 1),
+}
+
+
+def embedding(dtype: torch.dtype) -> Tile:
+    """Tile of the embedding's gather and expand."""
+    return EMBEDDING["ieee" if dtype == torch.float32 else "half"]

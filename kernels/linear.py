@@ -1,0 +1,140 @@
+"""One GEMM with a low-rank update in its accumulator, for the forward and for dX.
+
+    Y = sum_i X_i W_i^T + bias + scale * S B^T
+    X_i [M, K_i], W_i [N, K_i], bias [N], S [M, R] fp32, B [N, R]  ->  Y [M, N], accumulated in fp32
+
+Forward: one X, B is LoRA's B. dX: X_i are the dY_i, W_i the transposed weights, S is dS, B the stacked A's
+transposed: the gradients of all projections meet in one accumulator and dX is written once.
+The update is added after the main loop as a few more steps of K: no second accumulator, no extra pass over Y.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import config
+from .launch import ceil_div, launch, matrix_layout, pad_rank, precision, row_major
+from .numeric import cast, dot, split_left_dot
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gemm_kernel(
+    xs, ws, bias, s, b, y, M, N, Ks, ld_xs, ld_ws, ld_s, ld_b, ld_y, rank, scale,
+    W_TRANS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, RANK_CHUNKS: tl.constexpr,
+    B_TRANS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
+):  # fmt: skip
+    # GROUP_M rows of tiles walk N together, so that their X and W tiles meet in L2.
+    pid = tl.program_id(0)
+    m_tiles = tl.cdiv(M, BLOCK_M)
+    n_tiles = tl.cdiv(N, BLOCK_N)
+    first_m = pid // (GROUP_M * n_tiles) * GROUP_M
+    group_m = tl.minimum(m_tiles - first_m, GROUP_M)
+    pid_m = first_m + pid % (GROUP_M * n_tiles) % group_m
+    pid_n = pid % (GROUP_M * n_tiles) // group_m
+
+    rows = pid_m.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = pid_n.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one and are never stored: no mask on the unit-stride axis' loads.
+    safe_rows = tl.minimum(rows, M - 1)
+    safe_columns = tl.minimum(columns, N - 1)
+    ks = tl.arange(0, BLOCK_K)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in tl.static_range(len(xs)):
+        K = Ks[i]
+        x_pointers = xs[i] + safe_rows[:, None] * ld_xs[i] + ks[None, :]
+        if W_TRANS[i]:  # stored [K, N]
+            w_pointers = ws[i] + ks[:, None].to(tl.int64) * ld_ws[i] + columns[None, :]
+            w_step = tl.cast(BLOCK_K, tl.int64) * ld_ws[i]
+        else:  # stored [N, K]
+            w_pointers = ws[i] + safe_columns[:, None] * ld_ws[i] + ks[None, :]
+            w_step = tl.cast(BLOCK_K, tl.int64)
+        for k in range(0, K, BLOCK_K):
+            if EVEN_K:
+                x_tile = tl.load(x_pointers)  # [BLOCK_M, BLOCK_K]
+            else:
+                x_tile = tl.load(x_pointers, mask=ks[None, :] < K - k, other=0.0)
+            if W_TRANS[i]:
+                if EVEN_K:
+                    w_tile = tl.load(w_pointers, mask=columns[None, :] < N, other=0.0)  # [BLOCK_K, BLOCK_N]
+                else:
+                    inside = (ks[:, None] < K - k) & (columns[None, :] < N)
+                    w_tile = tl.load(w_pointers, mask=inside, other=0.0)
+            else:
+                if EVEN_K:
+                    w_tile = tl.trans(tl.load(w_pointers))
+                else:
+                    w_tile = tl.trans(tl.load(w_pointers, mask=ks[None, :] < K - k, other=0.0))
+            acc = dot(x_tile, w_tile, acc, PRECISION)
+            x_pointers += BLOCK_K
+            w_pointers += w_step
+
+    for chunk in tl.static_range(RANK_CHUNKS):
+        ranks = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
+        s_pointers = s + safe_rows[:, None] * ld_s + ranks[None, :]
+        s_tile = tl.load(s_pointers, mask=ranks[None, :] < rank, other=0.0) * tl.cast(scale, tl.float32)
+        if B_TRANS:  # stored [R, N]
+            b_pointers = b + ranks[:, None].to(tl.int64) * ld_b + columns[None, :]
+            b_tile = tl.load(b_pointers, mask=(ranks[:, None] < rank) & (columns[None, :] < N), other=0.0)
+        else:  # stored [N, R]
+            b_pointers = b + safe_columns[:, None] * ld_b + ranks[None, :]
+            b_tile = tl.trans(tl.load(b_pointers, mask=ranks[None, :] < rank, other=0.0))
+        half = xs[0].dtype.element_ty
+        acc = split_left_dot(s_tile, cast(b_tile, half), acc, False, PRECISION)
+
+    if HAS_BIAS:
+        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside)
+
+
+def gemm(
+    xs: list[torch.Tensor],
+    weights: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    s: torch.Tensor | None,
+    b: torch.Tensor | None,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Y [M, N] in xs[0]'s dtype; weights [N, K_i] and b [N, R] row-major or transposed views; s [M, R] fp32."""
+    M, N = xs[0].shape[0], weights[0].shape[0]
+    x = xs[0]
+    y = torch.empty(M, N, dtype=x.dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    xs = [row_major(t) for t in xs]
+    layouts = [matrix_layout(w) for w in weights]
+    rank = 0 if s is None or b is None else b.shape[1]
+    tile = config.gemm(x.dtype, x.device, M, N)
+    block_r = min(pad_rank(rank), 64)  # a wider step would outgrow BLOCK_K's buffers; longer ranks take more steps
+    ld_b, b_trans = 0, False
+    if rank:
+        b, ld_b, b_trans = matrix_layout(b)
+        s = row_major(s)
+    arguments = dict(
+        xs=tuple(xs), ws=tuple(w for w, _, _ in layouts), bias=bias, s=s if rank else None, b=b if rank else None,
+        y=y, M=M, N=N, Ks=tuple(t.shape[1] for t in xs), ld_xs=tuple(t.stride(0) for t in xs),
+        ld_ws=tuple(ld for _, ld, _ in layouts), ld_s=s.stride(0) if rank else 0, ld_b=ld_b, ld_y=N, rank=rank,
+        scale=float(scale), W_TRANS=tuple(transposed for _, _, transposed in layouts),
+        EVEN_K=all(t.shape[1] % tile.k == 0 for t in xs), HAS_BIAS=bias is not None,
+        RANK_CHUNKS=ceil_div(rank, block_r), B_TRANS=b_trans, PRECISION=precision(x.dtype),
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_R=block_r, GROUP_M=config.GROUP_M,
+    )  # fmt: skip
+    grid = (ceil_div(M, tile.m) * ceil_div(N, tile.n),)
+    launch(_gemm_kernel, grid, arguments, x.device, num_warps=tile.warps, num_stages=tile.stages)
+    return y
+
+
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    s: torch.Tensor,
+    lora_B: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Y = X W^T + bias + scaling * S B^T: x [M, K], weight [N, K], s [M, r] fp32, lora_B [N, r] -> [M, N]."""
+    return gemm([x], [weight], bias, s, lora_B, scaling)

@@ -1,0 +1,57 @@
+"""Arithmetic that must mean the same compiled and interpreted.
+
+Triton's interpreter keeps bfloat16 as raw 16-bit integers: a dot on them multiplies the integers, and a cast to
+bfloat16 truncates. Under the interpreter (a compile-time constant, so that compiled code pays nothing) operands
+are widened before a dot and rounded to nearest even before the cast.
+"""
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in fp32."""
+    if INTERPRETED:
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """x (any float type) as `dtype`, rounded to nearest even."""
+    if INTERPRETED:
+        if dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
+            x = x.to(tl.float32)
+            bits = x.to(tl.uint32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def split_dot(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b with fp32 b taken in a's dtype: rounded, or with SPLIT as its rounding and the rest of it.
+
+    Two half-precision dots keep 16 bits of b in bfloat16 (22 in float16) where one keeps 8 (11). Against the pass
+    over a they cost next to nothing, and S and dS lose nothing on their way, as they do in an unfused path.
+    """
+    high = cast(b, a.dtype)
+    acc = dot(a, high, acc, PRECISION)
+    if SPLIT and a.dtype != tl.float32:
+        acc = dot(a, cast(b - high.to(tl.float32), a.dtype), acc, PRECISION)
+    return acc
+
+
+@triton.jit
+def split_left_dot(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b (a^T @ b if TRANSPOSED) with fp32 a taken in b's dtype, always split."""
+    high = cast(a, b.dtype)
+    acc = dot(tl.trans(high) if TRANSPOSED else high, b, acc, PRECISION)
+    if b.dtype != tl.float32:
+        low = cast(a - high.to(tl.float32), b.dtype)
+        acc = dot(tl.trans(low) if TRANSPOSED else low, b, acc, PRECISION)
+    return acc

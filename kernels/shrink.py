@@ -1,0 +1,115 @@
+"""S = dropout(X) A^T for all projections of one X.
+
+    X [M, K], A_i [r_i, K]  ->  S [M, R = sum r_i] fp32
+
+p == 0: the A's are stacked and X meets them in one dot.
+p > 0: each projection has its own mask. The programs of one tile of X are neighbours in launch order, so that X
+comes from memory once and from L2 for the other projections; on an H200 the Philox rounds, which are each
+projection's own anyhow, are then the longer part (about 15 issue slots an element against 2 bytes of X).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from . import config
+from .dropout import keep_mask, threshold_of
+from .launch import ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major, stack_rows
+from .numeric import split_dot
+from .reduce import reduce_parts
+
+
+@triton.jit(do_not_specialize=["M", "threshold", "split_stride", "k_split"])
+def _shrink_kernel(
+    x, a, seeds, out, M, K, rank, ld_x, ld_a, ld_out, split_stride, k_split, quads_per_row, threshold, inv_keep,
+    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    split = tl.program_id(1)
+    group = pid % GROUPS  # fastest: the groups of a tile of X run side by side
+    projection = group // CHUNKS
+    r0 = (group % CHUNKS) * BLOCK_R
+
+    rows = (pid // GROUPS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    ranks = r0 + tl.arange(0, BLOCK_R)
+    a_rows = (projection * rank + ranks).to(tl.int64)
+    k_start = split * k_split
+    columns = k_start + tl.arange(0, BLOCK_K)
+    x_pointers = x + rows[:, None] * ld_x + columns[None, :]
+    a_pointers = a + a_rows[:, None] * ld_a + columns[None, :]
+    if DROPOUT:
+        seed = tl.load(seeds + projection)
+        quads = k_start // 4 + tl.arange(0, BLOCK_K // 4)
+
+    acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
+    for k in range(k_start, tl.minimum(k_start + k_split, K), BLOCK_K):
+        x_inside = rows[:, None] < M
+        a_inside = ranks[:, None] < rank
+        if not EVEN_K:
+            x_inside = x_inside & (columns[None, :] < K)
+            a_inside = a_inside & (columns[None, :] < K)
+            columns += BLOCK_K
+        x_tile = tl.load(x_pointers, mask=x_inside, other=0.0)  # [BLOCK_M, BLOCK_K]
+        a_tile = tl.load(a_pointers, mask=a_inside, other=0.0)  # [BLOCK_R, BLOCK_K]
+        if DROPOUT:
+            keep = keep_mask(seed, rows, quads, quads_per_row, threshold)
+            x_tile = tl.where(keep, x_tile, tl.zeros_like(x_tile))
+            quads += BLOCK_K // 4
+        acc = split_dot(x_tile, tl.trans(a_tile.to(tl.float32)), acc, SPLIT, PRECISION)
+        x_pointers += BLOCK_K
+        a_pointers += BLOCK_K
+    if DROPOUT:
+        acc *= tl.cast(inv_keep, tl.float32)
+
+    out += split.to(tl.int64) * split_stride + projection * rank
+    inside = (rows[:, None] < M) & (ranks[None, :] < rank)
+    tl.store(out + rows[:, None] * ld_out + ranks[None, :], acc, mask=inside)
+
+
+def shrink(
+    x: torch.Tensor, lora_As: list[torch.Tensor], dropout_p: float, seeds: torch.Tensor | None
+) -> torch.Tensor:
+    """S [M, R] fp32 of x [M, K] and lora_As [r_i, K] (any float dtype); seeds int64 [P] when dropout_p > 0."""
+    x = row_major(x)
+    M, K = x.shape
+    ranks = [a.shape[0] for a in lora_As]
+    dropout = dropout_p > 0.0
+    if M == 0 or K == 0:
+        return torch.zeros(M, sum(ranks), dtype=torch.float32, device=x.device)
+
+    # With dropout every projection takes `rank` columns of the output; without, there is one stack of them all.
+    rank, projections = (max(ranks), len(ranks)) if dropout else (sum(ranks), 1)
+    a = stack_rows(lora_As, rank if dropout else 0)
+    tile = config.shrink(x.dtype, x.device, M, pad_rank(rank), dropout)
+    block_r = min(pad_rank(rank), tile.n)
+    chunks = ceil_div(rank, block_r)
+    groups = projections * chunks
+    programs = ceil_div(M, tile.m) * groups
+
+    # Rows alone may not fill the device: K is then split, and a second kernel adds the parts in order.
+    k_tiles = ceil_div(K, tile.k)
+    splits = max(1, min(k_tiles // 4, config.WAVES * processors(x.device) // programs, 64))
+    k_split = ceil_div(k_tiles, splits) * tile.k
+    splits = ceil_div(K, k_split)
+
+    width = rank * projections
+    out = torch.empty(splits, M, width, dtype=torch.float32, device=x.device)
+    arguments = dict(
+        x=x, a=a, seeds=seeds, out=out, M=M, K=K, rank=rank, ld_x=x.stride(0), ld_a=a.stride(0), ld_out=width,
+        split_stride=out.stride(0), k_split=k_split, quads_per_row=ceil_div(K, 4), threshold=threshold_of(dropout_p),
+        inv_keep=1.0 / (1.0 - dropout_p), GROUPS=groups, CHUNKS=chunks, DROPOUT=dropout, EVEN_K=K % tile.k == 0,
+        SPLIT=keeps_fp32(a, x), PRECISION=precision(x.dtype), BLOCK_M=tile.m, BLOCK_K=tile.k, BLOCK_R=block_r,
+    )  # fmt: skip
+    launch(
+        _shrink_kernel, (programs, splits), arguments, x.device, num_warps=tile.warps, num_stages=tile.stages
+    )
+    s = out[0]
+    if splits > 1:
+        s = torch.empty(M, width, dtype=torch.float32, device=x.device)
+        reduce_parts(out, s)
+    if width != sum(ranks):  # unequal ranks were padded to the largest
+        s = torch.cat([s[:, i * rank : i * rank + r] for i, r in enumerate(ranks)], dim=1)
+    return s

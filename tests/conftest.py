@@ -1,0 +1,40 @@
+"""Set-up shared by every tier: Triton's interpreter, two threads, poisoned ``torch.empty``."""
+
+import os
+
+# Before any kernel is decorated: the Triton kernels' own code then runs on CPU tensors.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+# No test reaches for a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _two_threads_and_a_seed():
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_empty(monkeypatch):
+    """``torch.empty`` and friends filled with NaN: memory read before it is written shows."""
+
+    def poison(tensor):
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        return tensor
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        real = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *args, _real=real, **kwargs: poison(_real(*args, **kwargs))
+        )
+    real_new_empty = torch.Tensor.new_empty
+    monkeypatch.setattr(
+        torch.Tensor,
+        "new_empty",
+        lambda self, *args, **kwargs: poison(real_new_empty(self, *args, **kwargs)),
+    )
