@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -61,7 +61,9 @@ class Mlp(nn.Module):
         from transformers import LlamaConfig
         from transformers.models.llama.modeling_llama import LlamaMLP
 
-        config = LlamaConfig(hidden_size=hidden, intermediate_size=intermediate)
+        config = LlamaConfig(
+            hidden_size=hidden, intermediate_size=intermediate, num_attention_heads=1
+        )
         self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -73,6 +75,14 @@ BASES: dict[str, tuple[type[nn.Module], tuple[str, ...]]] = {
     "qkv": (QueryKeyValue, ("q_proj", "k_proj", "v_proj")),
     "mlp": (Mlp, ("gate_proj", "up_proj", "down_proj")),
     "embedding": (Embedding, ("embed_tokens",)),
+}
+
+# Features of each output. Not asked of the layer: a compiled one would compile once more for it.
+OUTPUTS: dict[str, Callable[[tuple[int, ...]], tuple[int, ...]]] = {
+    "linear": lambda dims: (dims[1],),
+    "qkv": lambda dims: (dims[0], dims[1], dims[1]),
+    "mlp": lambda dims: (dims[0],),
+    "embedding": lambda dims: (dims[1],),
 }
 
 
@@ -107,9 +117,10 @@ class LayerWork:
         else:
             x = torch.randn(case.m, case.dims[0], generator=source)
             self.x = x.to(self.dtype).requires_grad_()
-        with torch.no_grad():
-            outputs = self.call(self.x)
-        self.grads = tuple(torch.randn(y.shape, generator=source).to(self.dtype) for y in outputs)
+        self.grads = tuple(
+            torch.randn(case.m, n, generator=source).to(self.dtype)
+            for n in OUTPUTS[case.op](case.dims)
+        )
         self.trained = [p for p in self.net.parameters() if p.requires_grad]
         self.leaves = [*self.trained, *([self.x] if self.x.requires_grad else [])]
 

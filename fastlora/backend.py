@@ -111,6 +111,11 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     return _choose(backend, device.type, dtype)
 
 
+# What torch.compiler.assume_constant_result sets: a traced graph takes the answer as it is, instead
+# of tracing the look at the machine. Set by hand, since that call imports all of torch._dynamo.
+choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @functools.cache
 def _choose(backend: str, device_type: str, dtype: torch.dtype) -> str:
     check_name(backend)

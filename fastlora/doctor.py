@@ -209,7 +209,7 @@ def _serving_on(device: str, names: tuple[str, ...]) -> dict[str, Any]:
         elif refusal or os.environ.get("FASTLORA_BACKEND", "auto") != "auto":
             others[name] = "FASTLORA_BACKEND names another"
         else:
-            others[name] = f"serves when named; {chosen} is the one for {device} tensors"
+            others[name] = "serves when named"
     return {"backend": chosen, "refusal": refusal or None, "others": others}
 
 

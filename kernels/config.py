@@ -32,6 +32,9 @@ WAVES = 4
 # Tile rows that walk N together: 8 * 128 rows of X and 8 tiles of W are 4 MiB at K = 4096, well inside any L2.
 GROUP_M = 8
 
+# Ranks a step of the GEMM's low-rank update: 32 would spill beside a 128 x 256 accumulator.
+GEMM_RANKS = 16
+
 MASK = Tile(32, 64, 64, 4, 1)
 
 # Reduction of partials: memory bound; 1024 floats a program are 8 a thread, two 16-byte loads in flight each.
@@ -50,6 +53,8 @@ GEMM = {
     "half_64": Tile(64, 64, 128, 4, 3),
     # A few tokens (decoding): W is read once, and that is all the time there is. 16 rows are the least `tl.dot` takes.
     "half_16": Tile(16, 64, 128, 4, 4),
+    # Rows that no 16-byte load fits: every element is a load and a register, so that tiles must be small.
+    "half_odd": Tile(64, 64, 32, 4, 2),
     # fp32 on CUDA cores: 64 x 64 is 32 accumulators a thread, and operands come from shared memory.
     "ieee": Tile(64, 64, 32, 4, 2),
     "ieee_16": Tile(16, 64, 64, 4, 2),
@@ -61,7 +66,7 @@ GEMM = {
 }
 
 
-def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int) -> Tile:
+def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int, vectors: bool) -> Tile:
     """Tile of the GEMM whose output is [M, N]."""
     part = capability(device)
     if part == INTERPRETED:
@@ -69,6 +74,8 @@ def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int) -> Tile:
     if dtype == torch.float32:
         kind = precision(dtype)
         return GEMM[kind if M > 16 else f"{kind}_16"]
+    if not vectors:
+        return GEMM["half_odd"]
     if M <= 16:
         return GEMM["half_16"]
     if M <= 64:
@@ -78,6 +85,11 @@ def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int) -> Tile:
     return GEMM["half_square"]
 
 
+def gemm_ranks(device: torch.device) -> int:
+    """Ranks a step of the GEMM's low-rank update."""
+    return 64 if capability(device) == INTERPRETED else GEMM_RANKS
+
+
 # n bounds the ranks of one program; wider stacks run as more programs.
 SHRINK = {
     # Memory bound: 64 x 128 of X is 16 KiB a stage, four stages keep 64 KiB a program in flight.
@@ -85,17 +97,20 @@ SHRINK = {
     # With masks it is bound by Philox instead: 8 warps share the rounds, whose words take 64 registers a thread at 4.
     "half_dropout": Tile(64, 64, 128, 8, 3),
     "half_16": Tile(16, 64, 256, 4, 4),
+    "half_odd": Tile(64, 64, 64, 4, 2),
     "ieee": Tile(32, 64, 64, 4, 2),
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
-def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout: bool) -> Tile:
-    """Tile of S = X A^T for a padded rank."""
+def shrink(dtype: torch.dtype, device: torch.device, M: int, dropout: bool, vectors: bool) -> Tile:
+    """Tile of S = X A^T."""
     if capability(device) == INTERPRETED:
         return SHRINK["interpreted"]
     if dtype == torch.float32:
         return SHRINK["ieee"]
+    if not vectors:
+        return SHRINK["half_odd"]
     if dropout:
         return SHRINK["half_dropout"]
     return SHRINK["half_16" if M <= 16 else "half"]
@@ -104,17 +119,23 @@ def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout:
 # k bounds the ranks of one program.
 GRAD_DY = {
     # 64 x 128 of dY is used twice from shared memory; dB of 128 columns at rank 64 is 64 registers a thread.
-    "half": Tile(64, 128, 64, 4, 3),
+    "half": Tile(64, 128, 32, 4, 3),
+    "half_64": Tile(64, 128, 64, 8, 3),
+    "half_odd": Tile(64, 64, 32, 4, 2),
     "ieee": Tile(32, 64, 32, 4, 2),
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
-def grad_dy(dtype: torch.dtype, device: torch.device, rank: int) -> Tile:
+def grad_dy(dtype: torch.dtype, device: torch.device, rank: int, vectors: bool) -> Tile:
     """Tile of the dY pass."""
     if capability(device) == INTERPRETED:
         return GRAD_DY["interpreted"]
-    return GRAD_DY["ieee" if dtype == torch.float32 else "half"]
+    if dtype == torch.float32:
+        return GRAD_DY["ieee"]
+    if not vectors:
+        return GRAD_DY["half_odd"]
+    return GRAD_DY["half" if rank <= 32 else "half_64"]
 
 
 # n bounds the stacked ranks of one pass.
@@ -122,17 +143,20 @@ X_PASS = {
     "half": Tile(64, 64, 128, 4, 3),
     # Mask, low-rank product and its sum are three tiles of [m, k] in registers: 8 warps for 64 x 128.
     "half_dropout": Tile(64, 64, 128, 8, 2),
+    "half_odd": Tile(32, 64, 64, 4, 2),
     "ieee": Tile(32, 64, 64, 4, 2),
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
-def x_pass(dtype: torch.dtype, device: torch.device, rank: int, dropout: bool) -> Tile:
+def x_pass(dtype: torch.dtype, device: torch.device, rank: int, dropout: bool, vectors: bool) -> Tile:
     """Tile of the X pass of the backward."""
     if capability(device) == INTERPRETED:
         return X_PASS["interpreted"]
     if dtype == torch.float32:
         return X_PASS["ieee"]
+    if not vectors:
+        return X_PASS["half_odd"]
     return X_PASS["half_dropout" if dropout else "half"]
 
 

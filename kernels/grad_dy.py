@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import config
-from .launch import ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major
+from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major
 from .numeric import split_dot
 from .reduce import reduce_parts
 
@@ -82,7 +82,7 @@ def grad_dy(
         return None
     dy, lora_B = row_major(dy), row_major(lora_B)
     s = row_major(s) if s is not None and need_dB else None
-    tile = config.grad_dy(dy.dtype, dy.device, rank)
+    tile = config.grad_dy(dy.dtype, dy.device, rank, aligned(N, dy.stride(0)))
     block_r = min(pad_rank(rank), tile.k)
     n_tiles = ceil_div(N, tile.n)
 

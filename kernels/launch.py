@@ -85,10 +85,10 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors of `device`. The interpreter counts 4: enough to split, few enough to be quick."""
+    """Streaming multiprocessors of `device`. The interpreter counts 1: a few splits, and quick."""
     if _assumed:
         return 132
-    return _cuda_processors(device.index) if device.type == "cuda" else 4
+    return _cuda_processors(device.index) if device.type == "cuda" else 1
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -96,6 +96,11 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32":
         return "ieee"
     return "tf32"  # half types ignore it
+
+
+def aligned(*sizes: int) -> bool:
+    """Whether Triton may load 16 bytes at a time along and across these sizes and strides (it asks for 16s)."""
+    return all(size % 16 == 0 for size in sizes)
 
 
 def keeps_fp32(factor: torch.Tensor, x: torch.Tensor) -> bool:

@@ -15,14 +15,14 @@ import triton
 import triton.language as tl
 
 from . import config
-from .launch import ceil_div, launch, matrix_layout, pad_rank, precision, row_major
+from .launch import aligned, ceil_div, launch, matrix_layout, pad_rank, precision, row_major
 from .numeric import cast, dot, split_left_dot
 
 
 @triton.jit(do_not_specialize=["M"])
 def _gemm_kernel(
     xs, ws, bias, s, b, y, M, N, Ks, ld_xs, ld_ws, ld_s, ld_b, ld_y, rank, scale,
-    W_TRANS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, RANK_CHUNKS: tl.constexpr,
+    W_TRANS: tl.constexpr, EVEN_K: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr,
     B_TRANS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
@@ -72,18 +72,22 @@ def _gemm_kernel(
             x_pointers += BLOCK_K
             w_pointers += w_step
 
-    for chunk in tl.static_range(RANK_CHUNKS):
-        ranks = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
-        s_pointers = s + safe_rows[:, None] * ld_s + ranks[None, :]
-        s_tile = tl.load(s_pointers, mask=ranks[None, :] < rank, other=0.0) * tl.cast(scale, tl.float32)
-        if B_TRANS:  # stored [R, N]
-            b_pointers = b + ranks[:, None].to(tl.int64) * ld_b + columns[None, :]
-            b_tile = tl.load(b_pointers, mask=(ranks[:, None] < rank) & (columns[None, :] < N), other=0.0)
-        else:  # stored [N, R]
-            b_pointers = b + safe_columns[:, None] * ld_b + ranks[None, :]
-            b_tile = tl.trans(tl.load(b_pointers, mask=ranks[None, :] < rank, other=0.0))
+    if HAS_LORA:
         half = xs[0].dtype.element_ty
-        acc = split_left_dot(s_tile, cast(b_tile, half), acc, False, PRECISION)
+        # Short steps, one at a time: the accumulator is live and leaves few registers for these tiles.
+        for r0 in tl.range(0, rank, BLOCK_R, num_stages=1):
+            ranks = r0 + tl.arange(0, BLOCK_R)
+            s_pointers = s + safe_rows[:, None] * ld_s + ranks[None, :]
+            s_tile = tl.load(s_pointers, mask=ranks[None, :] < rank, other=0.0)  # [BLOCK_M, BLOCK_R]
+            s_tile *= tl.cast(scale, tl.float32)
+            if B_TRANS:  # stored [R, N]
+                b_pointers = b + ranks[:, None].to(tl.int64) * ld_b + columns[None, :]
+                b_inside = (ranks[:, None] < rank) & (columns[None, :] < N)
+                b_tile = tl.load(b_pointers, mask=b_inside, other=0.0)  # [BLOCK_R, BLOCK_N]
+            else:  # stored [N, R]
+                b_pointers = b + safe_columns[:, None] * ld_b + ranks[None, :]
+                b_tile = tl.trans(tl.load(b_pointers, mask=ranks[None, :] < rank, other=0.0))
+            acc = split_left_dot(s_tile, cast(b_tile, half), acc, False, PRECISION)
 
     if HAS_BIAS:
         acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
@@ -108,8 +112,9 @@ def gemm(
     xs = [row_major(t) for t in xs]
     layouts = [matrix_layout(w) for w in weights]
     rank = 0 if s is None or b is None else b.shape[1]
-    tile = config.gemm(x.dtype, x.device, M, N)
-    block_r = min(pad_rank(rank), 64)  # a wider step would outgrow BLOCK_K's buffers; longer ranks take more steps
+    vectors = all(aligned(t.shape[1], t.stride(0), ld) for t, (_, ld, _) in zip(xs, layouts, strict=True))
+    tile = config.gemm(x.dtype, x.device, M, N, vectors)
+    block_r = min(pad_rank(rank), config.gemm_ranks(x.device))
     ld_b, b_trans = 0, False
     if rank:
         b, ld_b, b_trans = matrix_layout(b)
@@ -120,7 +125,7 @@ def gemm(
         ld_ws=tuple(ld for _, ld, _ in layouts), ld_s=s.stride(0) if rank else 0, ld_b=ld_b, ld_y=N, rank=rank,
         scale=float(scale), W_TRANS=tuple(transposed for _, _, transposed in layouts),
         EVEN_K=all(t.shape[1] % tile.k == 0 for t in xs), HAS_BIAS=bias is not None,
-        RANK_CHUNKS=ceil_div(rank, block_r), B_TRANS=b_trans, PRECISION=precision(x.dtype),
+        HAS_LORA=rank > 0, B_TRANS=b_trans, PRECISION=precision(x.dtype),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_R=block_r, GROUP_M=config.GROUP_M,
     )  # fmt: skip
     grid = (ceil_div(M, tile.m) * ceil_div(N, tile.n),)

@@ -16,14 +16,14 @@ import triton.language as tl
 
 from . import config
 from .dropout import keep_mask, threshold_of
-from .launch import ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major, stack_rows
+from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major, stack_rows
 from .numeric import split_dot
 from .reduce import reduce_parts
 
 
-@triton.jit(do_not_specialize=["M", "threshold", "split_stride", "k_split"])
+@triton.jit(do_not_specialize=["M", "threshold", "split_stride", "split_tiles"])
 def _shrink_kernel(
-    x, a, seeds, out, M, K, rank, ld_x, ld_a, ld_out, split_stride, k_split, quads_per_row, threshold, inv_keep,
+    x, a, seeds, out, M, K, rank, ld_x, ld_a, ld_out, split_stride, split_tiles, quads_per_row, threshold, inv_keep,
     GROUPS: tl.constexpr, CHUNKS: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -36,7 +36,10 @@ def _shrink_kernel(
     rows = (pid // GROUPS).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     ranks = r0 + tl.arange(0, BLOCK_R)
     a_rows = (projection * rank + ranks).to(tl.int64)
-    k_start = split * k_split
+    # Counted in tiles: the start is then a known multiple of BLOCK_K, and loads stay 16 bytes wide.
+    first_tile = split * split_tiles
+    last_tile = tl.minimum(first_tile + split_tiles, tl.cdiv(K, BLOCK_K))
+    k_start = first_tile * BLOCK_K
     columns = k_start + tl.arange(0, BLOCK_K)
     x_pointers = x + rows[:, None] * ld_x + columns[None, :]
     a_pointers = a + a_rows[:, None] * ld_a + columns[None, :]
@@ -45,7 +48,7 @@ def _shrink_kernel(
         quads = k_start // 4 + tl.arange(0, BLOCK_K // 4)
 
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    for k in range(k_start, tl.minimum(k_start + k_split, K), BLOCK_K):
+    for _ in range(first_tile, last_tile):
         x_inside = rows[:, None] < M
         a_inside = ranks[:, None] < rank
         if not EVEN_K:
@@ -83,7 +86,7 @@ def shrink(
     # With dropout every projection takes `rank` columns of the output; without, there is one stack of them all.
     rank, projections = (max(ranks), len(ranks)) if dropout else (sum(ranks), 1)
     a = stack_rows(lora_As, rank if dropout else 0)
-    tile = config.shrink(x.dtype, x.device, M, pad_rank(rank), dropout)
+    tile = config.shrink(x.dtype, x.device, M, dropout, aligned(K, x.stride(0)))
     block_r = min(pad_rank(rank), tile.n)
     chunks = ceil_div(rank, block_r)
     groups = projections * chunks
@@ -92,14 +95,14 @@ def shrink(
     # Rows alone may not fill the device: K is then split, and a second kernel adds the parts in order.
     k_tiles = ceil_div(K, tile.k)
     splits = max(1, min(k_tiles // 4, config.WAVES * processors(x.device) // programs, 64))
-    k_split = ceil_div(k_tiles, splits) * tile.k
-    splits = ceil_div(K, k_split)
+    split_tiles = ceil_div(k_tiles, splits)
+    splits = ceil_div(k_tiles, split_tiles)
 
     width = rank * projections
     out = torch.empty(splits, M, width, dtype=torch.float32, device=x.device)
     arguments = dict(
         x=x, a=a, seeds=seeds, out=out, M=M, K=K, rank=rank, ld_x=x.stride(0), ld_a=a.stride(0), ld_out=width,
-        split_stride=out.stride(0), k_split=k_split, quads_per_row=ceil_div(K, 4), threshold=threshold_of(dropout_p),
+        split_stride=out.stride(0), split_tiles=split_tiles, quads_per_row=ceil_div(K, 4), threshold=threshold_of(dropout_p),
         inv_keep=1.0 / (1.0 - dropout_p), GROUPS=groups, CHUNKS=chunks, DROPOUT=dropout, EVEN_K=K % tile.k == 0,
         SPLIT=keeps_fp32(a, x), PRECISION=precision(x.dtype), BLOCK_M=tile.m, BLOCK_K=tile.k, BLOCK_R=block_r,
     )  # fmt: skip

@@ -3,12 +3,13 @@
 
 #include "philox.h"
 #include "tile.h"
+#include "transpose.h"
 
 namespace fastlora {
 namespace FASTLORA_ISA {
 
 constexpr int ROWS = 48;  // of a block: a multiple of every tile's rows
-constexpr int COLS = 96;  // of a block: a multiple of every tile's rows, of Philox::GROUP and of 2 W
+constexpr int COLS = 96;  // of a block: a multiple of every tile's rows, of 2 W and of Philox::GROUP
 
 // A block's columns [first, first + n) of a matrix with `total` columns.
 struct Columns {
@@ -31,25 +32,22 @@ template <class T>
 static inline void dropout_block(Philox& philox, const T* x, int64_t ld, int64_t row, int64_t rows, Columns cols, float* out,
                                  int32_t* kept) {
   for (int64_t i = 0; i < rows; ++i, x += ld, out += COLS) {
-    uint64_t counter = first_counter(row + i, cols.first, cols.total);
-    for (int64_t j = 0; j < cols.n; j += Philox::GROUP, counter += Philox::GROUP / 4) {
-      vi first, second;
-      philox.group(counter, &first, &second);
-      if (kept != nullptr) store_mask(kept + i * COLS + j, first), store_mask(kept + i * COLS + j + W, second);
-      if (__builtin_expect(j + 2 * W <= cols.n, 1)) {
-        store(out + j, keep(first, load(x + j)));
-        store(out + j + W, keep(second, load(x + j + W)));
-      } else {
-        const int64_t head = min64(W, cols.n - j), tail = cols.n - j - head;
-        store(out + j, keep(first, load_part(x + j, head)));
-        store(out + j + W, keep(second, load_part(x + j + W, tail)));
+    philox.row(first_counter(row + i, cols.first, cols.total), cols.n, [&](int64_t j, vi mask) {
+      const int64_t left = cols.n - j;
+      if (kept != nullptr) store_mask(kept + i * COLS + j, mask);
+      if (__builtin_expect(left >= W, 1)) {
+        store(out + j, keep(mask, load(x + j)));
+      } else if (left > 0) {
+        store(out + j, keep(mask, load_part(x + j, left)));
       }
-    }
+    });
   }
 }
 
 static inline void mask_block(Philox& philox, int64_t row, int64_t rows, Columns cols, int32_t* kept) {
-  for (int64_t i = 0; i < rows; ++i) philox.row(first_counter(row + i, cols.first, cols.total), cols.n, kept + i * COLS);
+  for (int64_t i = 0; i < rows; ++i, kept += COLS) {
+    philox.row(first_counter(row + i, cols.first, cols.total), cols.n, [&](int64_t j, vi mask) { store_mask(kept + j, mask); });
+  }
 }
 
 // out [rows, ldo] = scale * x [rows, n]; columns from n to n rounded up to W are 0.
@@ -60,15 +58,6 @@ static inline void pack_rows(const T* x, int64_t ld, int64_t rows, int64_t n, fl
     for (; j + W <= n; j += W) store(out + j, load(x + j) * scale);
     if (j < n) store(out + j, load_part(x + j, n - j) * scale);
   }
-}
-
-// out [n, ldo] = scale * x^T, x [rows, n]; columns from `rows` to rows rounded up to W are 0.
-template <class T>
-static inline void pack_transposed(const T* x, int64_t ld, int64_t rows, int64_t n, float scale, float* out, int64_t ldo) {
-  for (int64_t i = 0; i < rows; ++i)
-    for (int64_t j = 0; j < n; ++j) out[j * ldo + i] = widen(x[i * ld + j]) * scale;
-  for (int64_t i = rows; i < round_up(rows, W); ++i)
-    for (int64_t j = 0; j < n; ++j) out[j * ldo + i] = 0.0f;
 }
 
 static inline void clear(float* p, int64_t n) { memset(p, 0, size_t(n) * sizeof(float)); }

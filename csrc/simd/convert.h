@@ -53,15 +53,22 @@ static FL_INLINE void narrow(float value, f16* out) {
 }
 
 static FL_INLINE vf load(const bf16* p) {
+#if defined(__AVX512F__)
+  return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16);
+#elif defined(__AVX2__)
+  return (vf)((vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))) << 16);
+#else
   const vh bits = *reinterpret_cast<const vh_mem*>(p);
   return (vf)(__builtin_convertvector(bits, vu) << 16);
+#endif
 }
 static FL_INLINE void store(bf16* p, vf value) {
   const vu u = (vu)value;
-  const vu rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-  const vu nan = (vu)((vi)(u & 0x7FFFFFFFu) > 0x7F800000);
-  const vu out = (nan & ((u >> 16) | 0x40u)) | (~nan & rounded);
-#if defined(__AVX2__) && !defined(__AVX512F__)
+  const vu rounded = u + 0x7FFFu + ((u >> 16) & 1u);
+  const vu out = (vu)select(value == value, (vf)rounded, (vf)(u | 0x400000u)) >> 16;
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)out));
+#elif defined(__AVX2__)
   const __m256i packed = _mm256_packus_epi32((__m256i)out, (__m256i)out);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else

@@ -11,14 +11,14 @@ struct GradXMemory {
   float* factor;    // [ranks, COLS]: A / (1-p)
   float* gradient;  // [COLS, width]: dA^T
   float* padded;    // [ROWS, widest]: dS_i when r_i is no whole number of vectors
-  float* sum;       // [ROWS, COLS]: dX of half precision, so that it is rounded once
+  float* sum;       // [ROWS, COLS]: dX of half precision and several projections, so that it is rounded once
 };
 
 template <class T, class D>
 static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory& memory) {
   const T* x = static_cast<const T*>(args.x);
   D* dx = static_cast<D*>(args.dx);
-  constexpr bool IN_PLACE = sizeof(D) == sizeof(float);
+  const bool in_place = sizeof(D) == sizeof(float) || args.count == 1;
   const int64_t width = padded_offset(args.projections, args.count);
   const bool dropout = args.dropout.on;
   const float inverse = args.dropout.inverse;
@@ -49,14 +49,8 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
       if (dx != nullptr) prefetch(dx_here + ROWS * args.lddx, args.lddx, ahead, n);
       if (any_da && !dropout) widen_block(x_here, args.ldx, rows, n, block);
 
-      Add<float> sum{memory.sum, COLS, n};
-      if (dx != nullptr) {
-        if constexpr (IN_PLACE) {
-          sum = {dx_here, args.lddx, n};
-        } else {
-          widen_block(dx_here, args.lddx, rows, n, memory.sum);
-        }
-      }
+      if (dx != nullptr && !in_place) widen_block(dx_here, args.lddx, rows, n, memory.sum);
+
       const float* factor = memory.factor;
       const float* ds = args.ds + m * args.ldds;
       int64_t offset = 0;
@@ -81,11 +75,18 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
           }
           product<true>(n, padded, rows, block, COLS, right, ld, Add<float>{memory.gradient + offset, width, padded});
         }
-        if (dx != nullptr && dropout) product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, AddKept<float>{sum, kept, COLS});
-        if (dx != nullptr && !dropout) product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, sum);
+        const auto add_to_dx = [&](auto to) {
+          if (dropout) {
+            product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, AddKept<decltype(to)>{to, kept, COLS});
+          } else {
+            product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, to);
+          }
+        };
+        if (dx != nullptr && in_place) add_to_dx(Add<D>{dx_here, args.lddx, n});
+        if (dx != nullptr && !in_place) add_to_dx(Add<float>{memory.sum, COLS, n});
         ds += one.r, factor += one.r * COLS, offset += padded;
       }
-      if (dx != nullptr && !IN_PLACE) {
+      if (dx != nullptr && !in_place) {
         for (int64_t i = 0; i < rows; ++i) {
           const float* from = memory.sum + i * COLS;
           D* to = dx_here + i * args.lddx;
@@ -99,8 +100,7 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
     for (int p = 0; p < args.count; ++p) {
       const Projection& one = args.projections[p];
       if (one.da != nullptr) {
-        for (int64_t k = 0; k < one.r; ++k)
-          for (int64_t j = 0; j < n; ++j) one.da[k * args.K + first + j] = memory.gradient[j * width + offset + k] * inverse;
+        transpose(memory.gradient + offset, width, n, one.r, inverse, one.da + first, args.K);
       }
       offset += round_up(one.r, W);
     }

@@ -28,10 +28,11 @@ static inline void philox_block(uint64_t counter, uint64_t seed, uint32_t out[4]
 }
 
 // Masks for one seed. GROUP elements at a time: W / 2 counters, each in a 64-bit lane, whose multiplication gives the low and the
-// high word at once. A word is carried in the low half of its lane, whatever the high half holds.
+// high word at once. A word is carried in the low half of its lane, whatever the high half holds. Three groups are interleaved where
+// there are three: a group alone waits for its own multiplications (0.84 against 0.54 ns an element on Zen 3).
 class Philox {
  public:
-  static constexpr int GROUP = 2 * W;
+  static constexpr int GROUP = 2 * W;  // elements
 
   Philox(uint64_t seed, uint32_t threshold) : seed_(seed), threshold_(threshold) {
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
@@ -41,46 +42,62 @@ class Philox {
     set_high(0);
   }
 
-  // out[i] = element i kept ? -1 : 0, for i < n rounded up to GROUP; the first element is word 0 of `counter`.
-  FL_INLINE void row(uint64_t counter, int64_t n, int32_t* out) {
-    for (int64_t i = 0; i < n; i += GROUP, counter += GROUP / 4) {
-      vi first, second;
-      group(counter, &first, &second);
-      store_mask(out + i, first);
-      store_mask(out + i + W, second);
-    }
-  }
-
-  FL_INLINE void group(uint64_t counter, vi* first, vi* second) {
-    const uint32_t low = uint32_t(counter), high = uint32_t(counter >> 32);
-    if (__builtin_expect(high != high_, 0)) set_high(high);
-    if (__builtin_expect(low > 0xFFFFFFFFu - GROUP / 4, 0)) return group_scalar(counter, first, second);
-    const vq a_mul = vq{} + MUL_A, b_mul = vq{} + MUL_B;
-    // Rounds 1 to 3, less what is the same for all counters while c1 is, and c2 and c3 are 0.
-    vq a = mul_low32(lane_ + low, a_mul);
-    vq b = mul_low32((a >> 32) ^ key1_[0], b_mul);
-    vq c2 = a ^ second2_;
-    a = mul_low32((b >> 32) ^ key0_[1], a_mul);
-    vq b_next = mul_low32(c2, b_mul);
-    vq c0 = (b_next >> 32) ^ b ^ key0_[2];
-    c2 = (a >> 32) ^ third2_;
-    b = b_next;
-#pragma GCC unroll 16
-    for (int i = 3; i < ROUNDS; ++i) {
-      const vq a_old = a, b_old = b;
-      a = mul_low32(c0, a_mul);
-      b = mul_low32(c2, b_mul);
-      c0 = (b >> 32) ^ b_old ^ key0_[i];
-      c2 = (a >> 32) ^ a_old ^ key1_[i];
-    }
-    // Words c0, b, c2, a of each counter; in element order: c0 b c2 a of counter 0, of counter 1, ...
-    const vu head_even = pick<false>((vu)c0, (vu)b), tail_even = pick<false>((vu)c2, (vu)a);
-    const vu threshold = vu{} + threshold_;
-    *first = (vi)(pick<false>(head_even, tail_even) >= threshold);
-    *second = (vi)(pick<true>(head_even, tail_even) >= threshold);
+  // Calls put(i, mask) for i = 0, W, 2 W, .. < n rounded up to GROUP: lane j of the mask is -1 where element i + j is kept, else 0.
+  // Element 0 is word 0 of `counter`.
+  template <class F>
+  FL_INLINE void row(uint64_t counter, int64_t n, F put) {
+    int64_t i = 0;
+    for (; i + 2 * GROUP < n; i += 3 * GROUP, counter += 3 * GROUP / 4) groups<3>(counter, i, put);
+    for (; i < n; i += GROUP, counter += GROUP / 4) groups<1>(counter, i, put);
   }
 
  private:
+  template <int GROUPS, class F>
+  FL_INLINE void groups(uint64_t counter, int64_t at, F put) {
+    const uint32_t low = uint32_t(counter), high = uint32_t(counter >> 32);
+    if (__builtin_expect(high != high_, 0)) set_high(high);
+    if (__builtin_expect(low > 0xFFFFFFFFu - GROUPS * GROUP / 4, 0)) {  // the counter's low word overflows among these
+      for (int i = 0; i < GROUPS * GROUP; i += W) put(at + i, vector_scalar(counter + uint64_t(i / 4)));
+      return;
+    }
+    const vq a_mul = vq{} + MUL_A, b_mul = vq{} + MUL_B;
+    vq a[GROUPS], b[GROUPS], c0[GROUPS], c2[GROUPS];
+    // Rounds 1 to 3, less what is the same for all counters while c1 is, and c2 and c3 are 0.
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g) {
+      a[g] = mul_low32(lane_ + (low + uint32_t(g * (GROUP / 4))), a_mul);
+      b[g] = mul_low32((a[g] >> 32) ^ key1_[0], b_mul);
+      c2[g] = a[g] ^ second2_;
+    }
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g) {
+      a[g] = mul_low32((b[g] >> 32) ^ key0_[1], a_mul);
+      const vq next = mul_low32(c2[g], b_mul);
+      c0[g] = (next >> 32) ^ b[g] ^ key0_[2];
+      c2[g] = (a[g] >> 32) ^ third2_;
+      b[g] = next;
+    }
+#pragma GCC unroll 16
+    for (int i = 3; i < ROUNDS; ++i) {
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUPS; ++g) {
+        const vq a_old = a[g] ^ key1_[i], b_old = b[g] ^ key0_[i];
+        a[g] = mul_low32(c0[g], a_mul);
+        b[g] = mul_low32(c2[g], b_mul);
+        c0[g] = (b[g] >> 32) ^ b_old;
+        c2[g] = (a[g] >> 32) ^ a_old;
+      }
+    }
+    const vu threshold = vu{} + threshold_;
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUPS; ++g) {
+      // Words c0, b, c2, a of each counter; in element order: c0 b c2 a of counter 0, of counter 1, ...
+      const vu head = pick<false>((vu)c0[g], (vu)b[g]), tail = pick<false>((vu)c2[g], (vu)a[g]);
+      put(at + g * GROUP, (vi)(pick<false>(head, tail) >= threshold));
+      put(at + g * GROUP + W, (vi)(pick<true>(head, tail) >= threshold));
+    }
+  }
+
   void set_high(uint32_t high) {
     high_ = high;
     const uint32_t c0 = high ^ uint32_t(key0_[0][0]);  // after round 1, for every counter
@@ -89,15 +106,14 @@ class Philox {
     third2_ = key1_[2] ^ (vq{} + uint64_t(uint32_t(a)));
   }
 
-  __attribute__((noinline)) void group_scalar(uint64_t counter, vi* first, vi* second) const {
-    int32_t kept[GROUP];
-    for (int i = 0; i < GROUP; i += 4) {
+  __attribute__((noinline)) vi vector_scalar(uint64_t counter) const {
+    int32_t lanes[W];
+    for (int i = 0; i < W; i += 4) {
       uint32_t words[4];
       philox_block(counter + uint64_t(i / 4), seed_, words);
-      for (int j = 0; j < 4; ++j) kept[i + j] = words[j] >= threshold_ ? -1 : 0;
+      for (int j = 0; j < 4; ++j) lanes[i + j] = words[j] >= threshold_ ? -1 : 0;
     }
-    *first = load_mask(kept);
-    *second = load_mask(kept + W);
+    return load_mask(lanes);
   }
 
   vq key0_[ROUNDS], key1_[ROUNDS], lane_, second2_, third2_;

@@ -93,13 +93,13 @@ static void mask(const MaskArgs& args) {
   team(args.threads, work, [&](int t, int threads) {
     Philox philox(args.seed, args.dropout.on ? args.dropout.threshold : 0);
     const Range range = share(args.rows, 1, t, threads);
-    int32_t kept[COLS];
     for (int64_t row = range.first; row < range.last; ++row) {
-      for (int64_t col = 0; col < args.cols; col += COLS) {
-        const int64_t n = min64(COLS, args.cols - col);
-        philox.row(first_counter(row, col, args.cols), n, kept);
-        for (int64_t j = 0; j < n; ++j) args.out[row * args.cols + col + j] = uint8_t(kept[j] & 1);
-      }
+      uint8_t* out = args.out + row * args.cols;
+      philox.row(first_counter(row, 0, args.cols), args.cols, [&](int64_t j, vi mask) {
+        int32_t lanes[W];
+        store_mask(lanes, mask & 1);
+        for (int64_t k = 0; k < min64(W, args.cols - j); ++k) out[j + k] = uint8_t(lanes[k]);
+      });
     }
   });
 }

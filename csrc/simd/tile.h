@@ -32,9 +32,9 @@ struct Add {
 };
 
 // The same where `kept` [rows, cols] is -1, and nothing where it is 0.
-template <class T>
+template <class Out>
 struct AddKept {
-  Add<T> add;
+  Out add;
   const int32_t* kept;
   int64_t ldk;
   FL_INLINE void put(int64_t i, int64_t col, vf sum) const { add.put(i, col, keep(load_mask(kept + i * ldk + col), sum)); }

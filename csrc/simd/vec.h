@@ -50,6 +50,17 @@ static FL_INLINE vf select(vi mask, vf yes, vf no) {
 #endif
 }
 
+// min(x, high); a NaN stays.
+static FL_INLINE vf clamp_above(vf x, float high) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps((__m512)set1(high), (__m512)x);
+#elif defined(__AVX2__)
+  return (vf)_mm256_min_ps((__m256)set1(high), (__m256)x);
+#else
+  return select(x > high, set1(high), x);
+#endif
+}
+
 // 64-bit products of the lanes' low 32 bits; the high 32 bits of both operands are ignored.
 static FL_INLINE vq mul_low32(vq a, vq b) {
 #if defined(__AVX512F__)
@@ -65,7 +76,6 @@ static FL_INLINE vq mul_low32(vq a, vq b) {
 #endif
 }
 
-// The low 32 bits of a0 a1 .. b0 b1 .. (64-bit lanes), four at a time within 128-bit blocks: {a0 a1 b0 b1}.
 template <bool ODD>
 static FL_INLINE vu pick(vu a, vu b) {  // within each 128-bit block: {a[o] a[o+2] b[o] b[o+2]}, o = ODD
 #if defined(__AVX512F__)

@@ -1,4 +1,4 @@
-"""From the command's arguments to PEFT's `LoraConfig`, and whether a checkpoint's adapter is the one that was asked for."""
+"""From the command's arguments to PEFT's `LoraConfig`, and whether a checkpoint's adapter is that one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
     """PEFT's config for this model.
 
     Raises:
-        ValueError: `layers` or `layers_to_transform` names layers that the model does not have, or a module to target is
-            not there.
+        ValueError: `layers`, `layers_to_transform` or `target_modules` names what the model does not have.
     """
     from peft import LoraConfig
 
@@ -121,7 +120,7 @@ def check_same_adapter(config: Any, checkpoint: Path) -> None:
         )
     if stored.get("layers_to_transform") != config.layers_to_transform:
         raise ValueError(
-            f"layers: got layers {config.layers_to_transform}, but {checkpoint} has {stored.get('layers_to_transform')}; "
+            f"layers: got {config.layers_to_transform}, but {checkpoint} has {stored.get('layers_to_transform')}; "
             "resume with those, or take another output_dir"
         )
 

@@ -21,6 +21,7 @@ TRAINING_DEFAULTS = {
     "learning_rate": 2e-4,  # LoRA wants about ten times the rate of full fine-tuning
     "logging_steps": 10,
     "train_sampling_strategy": "group_by_length",
+    "group_by_length": True,  # the same under its older name
 }
 
 
@@ -106,8 +107,14 @@ class Settings:
     training: TrainingArguments
 
 
+def bucketed(training: TrainingArguments) -> bool:
+    """Whether batches are made of rows of like length."""
+    strategy = getattr(training, "train_sampling_strategy", None)
+    return strategy == "group_by_length" or bool(getattr(training, "group_by_length", False))
+
+
 class _Parser(HfArgumentParser):
-    """Raises instead of printing usage and exiting; knows no abbreviations, so that a typo is never taken for another."""
+    """Raises instead of printing usage and exiting."""
 
     def error(self, message: str) -> Any:
         raise ValueError(message)
@@ -119,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
         [ModelArguments, DataArguments, LoraArguments, TrainingArguments],
         prog="fastlora finetune",
         description="Fine-tune a causal language model with fused LoRA layers, by Hugging Face's Trainer.",
-        allow_abbrev=False,
+        allow_abbrev=False,  # a typo must not be taken for another option
     )
     parser.add_argument("--config", metavar="FILE", help="YAML or JSON of the same names.")
     known = {f.name for f in fields(TrainingArguments)}
@@ -156,15 +163,16 @@ def parse(arguments: Sequence[str] | Mapping[str, Any]) -> Settings:
             )
         raise ValueError(f"unknown option {name}{_nearest(name.lstrip('-'), _names(parser), '--')}")
     values = vars(namespace)
-    parts = [
-        kind(**{f.name: values[f.name] for f in fields(kind) if f.init})
-        for kind in (ModelArguments, DataArguments, LoraArguments)
-    ]
-    _check(*parts, output_dir=values["output_dir"])
-    training = TrainingArguments(
-        **{f.name: values[f.name] for f in fields(TrainingArguments) if f.init}
-    )
-    settings = Settings(*parts, training)
+
+    def pick(kind: type) -> dict[str, Any]:
+        return {f.name: values[f.name] for f in fields(kind) if f.init}
+
+    model = ModelArguments(**pick(ModelArguments))
+    data = DataArguments(**pick(DataArguments))
+    lora = LoraArguments(**pick(LoraArguments))
+    _check(model, data, lora, values["output_dir"])
+    training = TrainingArguments(**pick(TrainingArguments))
+    settings = Settings(model, data, lora, training)
     _check_training(settings)
     return settings
 

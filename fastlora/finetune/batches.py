@@ -1,7 +1,7 @@
 """Batches of rows of like length, in an order that is a function of (seed, epoch) alone.
 
-Trainer's own length-grouped sampler draws its order from torch's global generator, so a resumed run cannot draw it again;
-this one can, and it also shuffles the batches, so that a run does not go through each stretch from long to short.
+Trainer's own length-grouped sampler draws its order from torch's global generator, so a resumed run cannot draw it
+again; this one can. It also shuffles the batches, so that a run does not go through each stretch from long to short.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def padding_share(order: Sequence[int], lengths: Sequence[int], batch_size: int)
 
 @dataclass(frozen=True)
 class Collator:
-    """Pads on the right: `input_ids` with `pad_id`, `labels` with -100; `attention_mask` is 0 on padding. All int64 [B, L]."""
+    """Pads on the right: `input_ids` with `pad_id`, `labels` with -100, `attention_mask` with 0; all int64 [B, L]."""
 
     pad_id: int
     multiple_of: int = 1

@@ -23,8 +23,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def fault(directory: Path, world_size: int = 1) -> str | None:
     """Why a checkpoint cannot be resumed from, or None when it can.
 
-    Every file is looked into as far as its format tells that it is complete: JSON parses, a `.pt` is a closed zip archive,
-    a `.safetensors` is as long as its header says.
+    Every file is looked into as far as its format tells that it is complete: JSON parses, a `.pt` is a closed zip
+    archive, a `.safetensors` is as long as its header says.
     """
     random_states = (
         ["rng_state.pth"]

@@ -1,8 +1,8 @@
 """Rows to token ids and labels: the loss is on the assistant's tokens only, and the end of its turn is trained.
 
-With a chat template (the tokenizer's own, unless told otherwise) a turn's prompt is the conversation before it, rendered with
-the generation prompt; the answer is what the template adds after that. So training sees exactly the ids that `generate` will
-see. Without one, a row is `prompt form` + output + EOS.
+With a chat template (the tokenizer's own, unless told otherwise) a turn's prompt is the conversation before it,
+rendered with the generation prompt; the answer is what the template adds after that. So training sees exactly the ids
+that `generate` will see. Without one, a row is the plain form of the input + output + EOS.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Prompting:
             after = self._render(row, position + 1, add_generation_prompt=False)
             if not after.startswith(before) or (prefixes and not before.startswith(prefixes[-1])):
                 raise ValueError(
-                    f"{row.source}: the tokenizer's chat template rewrites earlier text when turn {position + 1} is added, "
+                    f"{row.source}: the tokenizer's chat template rewrites earlier text at turn {position + 1}, "
                     "so the answer's tokens cannot be told apart; split the conversation, or use prompt_template plain"
                 )
             prefixes += [before, after]
@@ -174,8 +174,9 @@ def _label(
 ) -> tuple[list[int], list[bool]]:
     """Ids of the whole row and which of them are trained, from its prefixes (see `Prompting.prefixes`).
 
-    A tokenizer may join characters across the border of prompt and answer. Where every prefix's ids begin the next one's,
-    nothing was joined. Where not, the pieces are encoded one by one, so that the prompt's ids are those of generation.
+    A tokenizer may join characters across the border of prompt and answer. Where every prefix's ids begin the next
+    one's, nothing was joined. Where not, the pieces are encoded one by one, so that the prompt's ids are those of
+    generation.
     """
     whole = prefixes[-1]
     if not all(whole[: len(ids)] == ids for ids in prefixes):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def losses(
     log_history: Sequence[Mapping[str, Any]],
 ) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    """Trainer's log as two curves: training (with learning_rate and grad_norm) and evaluation, each by step and epoch."""
+    """Trainer's log as two curves by step and epoch: training (with learning_rate, grad_norm) and evaluation."""
     training, evaluation = [], []
     for entry in log_history:
         if "loss" in entry:

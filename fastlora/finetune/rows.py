@@ -1,8 +1,8 @@
 """JSONL rows: read, check, clean, split. Plain Python; no tokenizer, no torch.
 
-A line is either `{"input": "…", "output": "…"}` or `{"messages": [{"role": "user", "content": "…"}, …]}`; other keys are
-left alone. A line that cannot be used because it is malformed stops the run, with its file and line number. Lines that are
-well formed but worth nothing (empty, seen before, too long) are left out, and every one of them is counted.
+A line is either `{"input": "…", "output": "…"}` or `{"messages": [{"role": "user", "content": "…"}, …]}`; other keys
+are left alone. A line that cannot be used because it is malformed stops the run, with its file and line number. Lines
+that are well formed but worth nothing (empty, seen before, too long) are left out, and every one of them is counted.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def read_rows(
         name: the argument they came from, for the messages.
 
     Returns:
-        The rows that are neither blank, nor empty (an input or output of white space only), nor equal to an earlier one;
-        and the counts.
+        The rows that are neither blank, nor empty (an input or output of white space only), nor equal to an earlier
+        one; and the counts.
 
     Raises:
         ValueError: a file that is not there, a line that is not JSON or lacks a key, or nothing left.

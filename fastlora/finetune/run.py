@@ -16,7 +16,7 @@ import fastlora
 
 from . import checkpoints, report
 from .adapter import check_same_adapter, lora_config
-from .arguments import Settings
+from .arguments import Settings, bucketed
 from .batches import Collator, LengthBuckets, padding_share
 from .encoding import Encoded, Prompting, encode_rows
 from .models import load_model, load_tokenizer
@@ -60,7 +60,7 @@ def run(
 
     Args:
         settings: from `parse`.
-        model: a base model that is loaded already; an adapter is added to it in place. None loads `settings.model.model`.
+        model: a base model that is loaded already, and gets the adapter in place; None loads `settings.model.model`.
         tokenizer: likewise.
         callbacks: for Trainer.
 
@@ -116,9 +116,8 @@ def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Resu
     settings, tokenizer = prepared.settings, prepared.tokenizer
     args = settings.training
     if args.ddp_find_unused_parameters is None:
-        args.ddp_find_unused_parameters = (
-            False  # every adapter is used in every forward: spare DDP its search
-        )
+        # Every adapter is used in every forward: spare DDP its search.
+        args.ddp_find_unused_parameters = False
     pad = (
         tokenizer.pad_token_id
         if tokenizer.pad_token_id is not None
@@ -204,16 +203,15 @@ def _data_facts(
     batch = args.train_batch_size
     at_once = batch * args.world_size
     seed = args.seed if args.data_seed is None else args.data_seed
-    bucketed = args.train_sampling_strategy == "group_by_length"
     shuffled = torch.randperm(len(training), generator=torch.Generator().manual_seed(seed)).tolist()
     random_share = padding_share(shuffled, training.lengths, batch)
-    order = list(LengthBuckets(training.lengths, at_once, seed)) if bucketed else shuffled
+    order = list(LengthBuckets(training.lengths, at_once, seed)) if bucketed(args) else shuffled
     share = padding_share(order, training.lengths, batch)
     tokens = sum(training.lengths)
     say(
         f"training on {len(training)} rows, {tokens:,} tokens ({training.trained_tokens:,} with loss), "
         f"{min(training.lengths)} to {max(training.lengths)} a row; padding {share:.1%}"
-        + (f" (random order: {random_share:.1%})" if bucketed else "")
+        + (f" (random order: {random_share:.1%})" if bucketed(args) else "")
     )
     shared = shared_prompts(rows, held_out)
     if evaluation is not None:

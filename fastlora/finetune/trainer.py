@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer, with what a LoRA run adds: length buckets that can be replayed, exact resuming, a token count."""
+"""Hugging Face's Trainer, with what a LoRA run adds: exact resuming, length buckets, a token count."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from .arguments import bucketed
 from .batches import LengthBuckets
 from .checkpoints import STATE, write_json
 
@@ -38,7 +39,7 @@ class LoRATrainer(Trainer):
             self.add_callback(_LossBar(self))
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler | None:
-        if self.args.train_sampling_strategy != "group_by_length":
+        if not bucketed(self.args):
             return super()._get_train_sampler(train_dataset)
         dataset = self.train_dataset if train_dataset is None else train_dataset
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -110,7 +111,7 @@ class _Replay(TrainerCallback):
 
 
 class _Clock(TrainerCallback):
-    """Seconds spent in optimiser steps, from the first batch's forward to the update; evaluation and saving left out."""
+    """Seconds spent in optimiser steps, from the first forward to the update; no evaluation, no saving."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

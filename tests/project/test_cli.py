@@ -16,7 +16,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
         [sys.executable, "-m", "fastlora", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, **environment},
     )
 
@@ -96,7 +96,7 @@ def test_finetune_without_its_packages_names_the_extra() -> None:
         "from fastlora import cli; sys.exit(cli.main(["
         "'finetune', '--model', 'x', '--data', 'x.jsonl', '--output_dir', 'out']))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert done.returncode == 1, done.stderr
     assert "fastlora[finetune]" in done.stderr
     assert "Traceback" not in done.stderr

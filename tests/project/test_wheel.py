@@ -94,7 +94,7 @@ assert y.tolist() == [[6.0] * 3] * 2, y
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": "", "TRITON_INTERPRET": "0"},
     )

@@ -1,0 +1,193 @@
+"""Every kernel and configuration, as its launcher asks for it, ready to be compiled for a GPU that is not there.
+
+An entry is a launcher call on meta tensors of a representative shape; the launches it makes are recorded, so that
+signatures, tiles, warps and stages are the launcher's own and cannot drift from it. `compilations` turns them into
+what `triton.compiler.ASTSource` takes. Only a process without TRITON_INTERPRET can compile them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from . import glu, projections
+from .dropout import philox_mask
+from .embedding import embedding_forward
+from .launch import Launch, recording
+
+SM_80, SM_90 = (8, 0), (9, 0)
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+TYPES = {
+    torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
+    torch.uint8: "u8",
+}  # fmt: skip
+# Kernels that must reach the tensor cores when their operands are half types.
+MATRIX = {"_gemm_kernel", "_shrink_kernel", "_grad_dy_kernel", "_x_pass_kernel", "_embedding_kernel"}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A named launcher call; `tensor_cores` says whether its matrix kernels should use them."""
+
+    name: str
+    call: Callable[[], object]
+    tensor_cores: bool = False
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """One kernel in one configuration: what ASTSource and triton.compile need, and what to expect of the result."""
+
+    name: str
+    fn: Any
+    signature: dict[str, Any]
+    constexprs: dict[tuple[int, ...], Any]
+    attrs: dict[tuple[int, ...], list[list[Any]]]
+    num_warps: int
+    num_stages: int
+    tensor_cores: bool
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _projections(
+    M: int,
+    K: int,
+    Ns: tuple[int, ...],
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    p: float,
+    adapter: torch.dtype = torch.float32,
+    *,
+    backward: bool = True,
+    conv1d: bool = False,
+    need_dx: bool = True,
+    need_dA: bool = True,
+    need_dB: bool = True,
+) -> None:
+    count = len(Ns)
+    x = _meta(M, K, dtype=dtype)
+    weights = [_meta(K, n, dtype=dtype).t() if conv1d else _meta(n, K, dtype=dtype) for n in Ns]
+    lora_As = [_meta(r, K, dtype=adapter) for r in ranks]
+    lora_Bs = [_meta(n, r, dtype=adapter) for n, r in zip(Ns, ranks, strict=True)]
+    biases = [_meta(n, dtype=dtype) if conv1d else None for n in Ns]
+    seeds = _meta(count, dtype=torch.int64) if p else None
+    scalings = [2.0] * count
+    _, s = projections.projections_forward(x, weights, lora_As, lora_Bs, scalings, biases, p, seeds)
+    if backward:
+        projections.projections_backward(
+            [_meta(M, n, dtype=dtype) for n in Ns], x, s, weights, lora_As, lora_Bs, scalings, p, seeds,
+            need_dx=need_dx, need_dA=[need_dA] * count, need_dB=[need_dB] * count,
+        )  # fmt: skip
+
+
+def _glu(dtype: torch.dtype, activation: str) -> None:
+    gate = _meta(4096, 14336, dtype=dtype)
+    glu.glu_forward(gate, gate, activation)
+    glu.glu_backward(gate, gate, gate, activation)
+
+
+def _embedding(dtype: torch.dtype, rank: int) -> None:
+    embedding_forward(
+        _meta(8192, dtype=torch.int64), _meta(32000, 4096, dtype=dtype), _meta(rank, 32000), _meta(4096, rank), 2.0
+    )
+
+
+def entries() -> list[Entry]:
+    """All entries: dtypes and ranks of a Llama-sized layer, the few-token tiles, odd shapes, both weight layouts."""
+    out: list[Entry] = []
+
+    def add(name: str, call: Callable[..., object], *args: Any, cores: bool = False, **kwargs: Any) -> None:
+        out.append(Entry(name, partial(call, *args, **kwargs), cores))
+
+    bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+    qkv = (4096, 1024, 1024)
+    for p in (0.0, 0.1):
+        drop = f"p={p}"
+        add(f"qkv bf16 r=16 {drop}", _projections, 8192, 4096, qkv, (16,) * 3, bf16, p, cores=True)
+        add(f"linear bf16 r=64 {drop}", _projections, 8192, 4096, (4096,), (64,), bf16, p, cores=True)
+        add(f"linear bf16 r=256 {drop}", _projections, 8192, 4096, (4096,), (256,), bf16, p, cores=True)
+        add(f"linear fp16 r=16 {drop}", _projections, 8192, 4096, (14336,), (16,), fp16, p, cores=True)
+        add(f"linear bf16 half adapters {drop}", _projections, 8192, 4096, (4096,), (16,), bf16, p, bf16, cores=True)
+        add(f"linear fp32 r=16 {drop}", _projections, 8192, 4096, (4096,), (16,), fp32, p)
+        add(f"linear fp32 r=64 {drop}", _projections, 8192, 4096, (4096,), (64,), fp32, p)
+        # No vector loads, every mask.
+        add(f"odd bf16 r=13 {drop}", _projections, 4097, 4095, (4097,), (13,), bf16, p, cores=True)
+        add(f"odd fp32 r=13 {drop}", _projections, 4097, 4095, (4097,), (13,), fp32, p)
+    add("conv1d bf16 r=8 with bias", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True)
+    add("conv1d fp32 r=8 with bias", _projections, 8192, 1024, (3072,), (8,), fp32, 0.0, conv1d=True)
+    for M in (1, 48, 600):
+        add(f"M={M} bf16 r=16", _projections, M, 4096, (4096,), (16,), bf16, 0.0, cores=True, backward=M > 1)
+    add("M=1 fp32 r=16", _projections, 1, 4096, (4096,), (16,), fp32, 0.0, backward=False)
+    # Frozen parts: each pass of the backward alone.
+    add("dX only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dA=False, need_dB=False)
+    add("dA only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dx=False, need_dB=False)
+    add("dB only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dx=False, need_dA=False)
+    for name, dtype in {**HALF, "fp32": fp32}.items():
+        add(f"embedding {name} r=16", _embedding, dtype, 16, cores=name in HALF)
+    add("embedding bf16 r=64", _embedding, bf16, 64, cores=True)
+    for activation in glu.ACTIVATIONS:
+        add(f"glu {activation} bf16", _glu, bf16, activation)
+    add("glu silu fp16", _glu, fp16, "silu")
+    add("glu silu fp32", _glu, fp32, "silu")
+    add("philox mask", philox_mask, 4096, 4096, 0.1, _meta(1, dtype=torch.int64))
+    return out
+
+
+def _describe(launch: Launch) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+    """Signature, constants and divisibility of one launch, by the rules of Triton's own specialisation."""
+    signature: dict[str, Any] = {}
+    constexprs: dict[tuple[int, ...], Any] = {}
+    attrs: dict[tuple[int, ...], Any] = {}
+
+    def kind(value: Any, path: tuple[int, ...], specialize: bool) -> Any:
+        if isinstance(value, tuple):
+            return tuple(kind(v, (*path, i), specialize) for i, v in enumerate(value))
+        if value is None or (specialize and isinstance(value, int) and value == 1):
+            constexprs[path] = value
+            return "constexpr"
+        if isinstance(value, torch.Tensor):
+            if value.storage_offset() * value.element_size() % 16 == 0:
+                attrs[path] = [["tt.divisibility", 16]]
+            return f"*{TYPES[value.dtype]}"
+        if isinstance(value, int):
+            if specialize and value % 16 == 0:
+                attrs[path] = [["tt.divisibility", 16]]
+            return "i32" if -(2**31) <= value < 2**31 else "i64"
+        return "fp32"
+
+    for i, parameter in enumerate(launch.kernel.params):
+        value = launch.arguments[parameter.name]
+        if parameter.is_constexpr:
+            signature[parameter.name] = "constexpr"
+            constexprs[(i,)] = value
+        else:
+            signature[parameter.name] = kind(value, (i,), not parameter.do_not_specialize)
+    return signature, constexprs, attrs
+
+
+def compilations(capability: tuple[int, int], names: list[str] | None = None) -> Iterator[Compilation]:
+    """Every distinct kernel that the entries (or those of the given names) launch on a GPU of this capability."""
+    seen: set[str] = set()
+    for entry in entries():
+        if names is not None and entry.name not in names:
+            continue
+        with recording(capability) as launches:
+            entry.call()
+        for launch in launches:
+            signature, constexprs, attrs = _describe(launch)
+            kernel = launch.kernel.__name__
+            key = f"{kernel} {signature} {constexprs} {attrs} {launch.num_warps} {launch.num_stages}"
+            if key in seen:
+                continue
+            seen.add(key)
+            yield Compilation(
+                f"{entry.name}: {kernel}", launch.kernel, signature, constexprs, attrs, launch.num_warps,
+                launch.num_stages, entry.tensor_cores and kernel in MATRIX,
+            )  # fmt: skip
