@@ -74,8 +74,8 @@ def interleave(
                 break
             for name in order(list(steps), round_number):
                 seconds[name].append(_sample(steps[name], iterations, clock))
-                if iterations == 1 and seconds[name][-1] > LONG_SAMPLE_S:
-                    gc.collect()  # a model's outputs hold cycles; outside every sample
+            if iterations == 1 and max(taken[-1] for taken in seconds.values()) > LONG_SAMPLE_S:
+                gc.collect()  # a model's outputs hold cycles; outside every sample
     finally:
         if collecting:
             gc.enable()

@@ -64,9 +64,7 @@ def status(name: str) -> Status:
         if interpreting():
             return Status(True, "Triton's interpreter (TRITON_INTERPRET=1), for tests", "")
         if not torch.cuda.is_available():
-            return Status(
-                False, "no CUDA device is visible", "run on a machine with an NVIDIA GPU"
-            )
+            return Status(False, "no CUDA device is visible", "run on a machine with an NVIDIA GPU")
         return Status(True, "Triton on CUDA", "")
     raise ValueError(f"backend: got {name!r}, takes one of {', '.join(NAMES)}")
 

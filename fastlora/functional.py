@@ -198,16 +198,16 @@ def lora_mlp(
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(3, x.device, generator) if dropout_p > 0.0 else None
-    weights, lora_As, lora_Bs, scalings, biases = zip(gate, up, down, strict=True)
+    parts = (gate, up, down)
     with _common.without_autocast(x.device.type):
         return _mlp.lora_mlp(
             served_by,
             x.to(dtype),
-            weights,
-            lora_As,
-            lora_Bs,
-            [float(scaling) for scaling in scalings],
-            biases,
+            [part[0] for part in parts],
+            [part[1] for part in parts],
+            [part[2] for part in parts],
+            [float(part[3]) for part in parts],
+            [part[4] for part in parts],
             activation,
             dropout_p,
             seeds,
@@ -318,9 +318,7 @@ def _check_projection(
         _check_devices(x, ((f"weight{where}", weight), ("lora_A", lora_A), ("lora_B", lora_B)))
     if bias is not None:
         if bias.shape != (out_features,):
-            raise ValueError(
-                f"bias{where}: got shape {tuple(bias.shape)}, takes [{out_features}]"
-            )
+            raise ValueError(f"bias{where}: got shape {tuple(bias.shape)}, takes [{out_features}]")
         _check_devices(x, ((f"bias{where}", bias),))
 
 

@@ -55,9 +55,9 @@ GEMM = {
     "half_16": Tile(16, 64, 128, 4, 4),
     # Rows that no 16-byte load fits: every element is a load and a register, so that tiles must be small.
     "half_odd": Tile(64, 64, 32, 4, 2),
-    # fp32 on CUDA cores: 64 x 64 is 32 accumulators a thread, and operands come from shared memory.
-    "ieee": Tile(64, 64, 32, 4, 2),
-    "ieee_16": Tile(16, 64, 64, 4, 2),
+    # fp32 on CUDA cores: operands live in registers beside the accumulators, and 4 warps spill on sm_90.
+    "ieee": Tile(64, 64, 32, 8, 2),
+    "ieee_16": Tile(16, 64, 64, 8, 2),
     # fp32 rounded to TF32 in tensor cores: as half_square with twice the bytes an element.
     "tf32": Tile(128, 128, 32, 8, 3),
     "tf32_16": Tile(16, 64, 64, 4, 3),
@@ -93,80 +93,95 @@ def gemm_ranks(device: torch.device) -> int:
 # n bounds the ranks of one program; wider stacks run as more programs.
 SHRINK = {
     # Memory bound: 64 x 128 of X is 16 KiB a stage, four stages keep 64 KiB a program in flight.
-    "half": Tile(64, 64, 128, 4, 4),
+    "half_90": Tile(64, 64, 128, 4, 4),
     # With masks it is bound by Philox instead: 8 warps share the rounds, whose words take 64 registers a thread at 4.
-    "half_dropout": Tile(64, 64, 128, 8, 3),
-    "half_16": Tile(16, 64, 256, 4, 4),
-    "half_odd": Tile(64, 64, 64, 4, 2),
-    "ieee": Tile(32, 64, 64, 4, 2),
+    "half_90_dropout": Tile(64, 64, 128, 8, 3),
+    # Before wgmma operands pass through registers: half the step, or it spills at 64 ranks.
+    "half_80": Tile(64, 64, 64, 4, 4),
+    "half_80_dropout": Tile(64, 64, 64, 8, 3),
+    "half_16": Tile(16, 64, 128, 4, 4),
+    "half_odd": Tile(64, 64, 64, 8, 2),
+    "fp32": Tile(32, 64, 64, 8, 2),
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
 def shrink(dtype: torch.dtype, device: torch.device, M: int, dropout: bool, vectors: bool) -> Tile:
     """Tile of S = X A^T."""
-    if capability(device) == INTERPRETED:
+    part = capability(device)
+    if part == INTERPRETED:
         return SHRINK["interpreted"]
     if dtype == torch.float32:
-        return SHRINK["ieee"]
+        return SHRINK["fp32"]
     if not vectors:
         return SHRINK["half_odd"]
-    if dropout:
-        return SHRINK["half_dropout"]
-    return SHRINK["half_16" if M <= 16 else "half"]
+    if M <= 16 and not dropout:
+        return SHRINK["half_16"]
+    return SHRINK[f"half_{90 if part >= (9, 0) else 80}{'_dropout' if dropout else ''}"]
 
 
 # k bounds the ranks of one program.
 GRAD_DY = {
-    # 64 x 128 of dY is used twice from shared memory; dB of 128 columns at rank 64 is 64 registers a thread.
-    "half": Tile(64, 128, 32, 4, 3),
-    "half_64": Tile(64, 128, 64, 8, 3),
-    "half_odd": Tile(64, 64, 32, 4, 2),
-    "ieee": Tile(32, 64, 32, 4, 2),
+    # 64 x 128 of dY is used twice from shared memory; dB of 128 columns at rank 32 is 32 registers a thread.
+    "half_90": Tile(64, 128, 32, 4, 3),
+    "half_90_64": Tile(64, 128, 64, 8, 3),
+    # dY passes through registers, once plain and once transposed: half the columns.
+    "half_80": Tile(64, 64, 64, 8, 3),
+    "half_odd": Tile(64, 64, 32, 8, 2),
+    "fp32": Tile(32, 64, 32, 8, 2),
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
 def grad_dy(dtype: torch.dtype, device: torch.device, rank: int, vectors: bool) -> Tile:
     """Tile of the dY pass."""
-    if capability(device) == INTERPRETED:
+    part = capability(device)
+    if part == INTERPRETED:
         return GRAD_DY["interpreted"]
     if dtype == torch.float32:
-        return GRAD_DY["ieee"]
+        return GRAD_DY["fp32"]
     if not vectors:
         return GRAD_DY["half_odd"]
-    return GRAD_DY["half" if rank <= 32 else "half_64"]
+    if part < (9, 0):
+        return GRAD_DY["half_80"]
+    return GRAD_DY["half_90" if rank <= 32 else "half_90_64"]
 
 
 # n bounds the stacked ranks of one pass.
 X_PASS = {
-    "half": Tile(64, 64, 128, 4, 3),
-    # Mask, low-rank product and its sum are three tiles of [m, k] in registers: 8 warps for 64 x 128.
-    "half_dropout": Tile(64, 64, 128, 8, 2),
-    "half_odd": Tile(32, 64, 64, 4, 2),
-    "ieee": Tile(32, 64, 64, 4, 2),
+    # dA of 64 ranks by 128 columns is 64 registers a thread, and X streams at 16 KiB a stage.
+    "half_90": Tile(64, 64, 128, 4, 3),
+    "half_80": Tile(64, 64, 64, 4, 3),
+    # Mask, Philox words, low-rank product and its sum are four tiles of [m, k] in registers: 64 x 128 spills.
+    "half_dropout": Tile(64, 64, 64, 8, 2),
+    "half_odd": Tile(32, 64, 64, 8, 2),
+    "fp32": Tile(32, 64, 64, 8, 2),
+    "fp32_dropout": Tile(32, 32, 32, 8, 2),  # as half_dropout, and operands of FMAs in registers too
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
 
-def x_pass(dtype: torch.dtype, device: torch.device, rank: int, dropout: bool, vectors: bool) -> Tile:
+def x_pass(dtype: torch.dtype, device: torch.device, dropout: bool, vectors: bool) -> Tile:
     """Tile of the X pass of the backward."""
-    if capability(device) == INTERPRETED:
+    part = capability(device)
+    if part == INTERPRETED:
         return X_PASS["interpreted"]
     if dtype == torch.float32:
-        return X_PASS["ieee"]
+        return X_PASS["fp32_dropout" if dropout else "fp32"]
     if not vectors:
         return X_PASS["half_odd"]
-    return X_PASS["half_dropout" if dropout else "half"]
+    if dropout:
+        return X_PASS["half_dropout"]
+    return X_PASS["half_90" if part >= (9, 0) else "half_80"]
 
 
 # k bounds the ranks of one step.
 EMBEDDING = {
     "half": Tile(32, 64, 64, 4, 1),
-    "ieee": Tile(32, 64, 32, 4, 1),
+    "fp32": Tile(32, 64, 32, 4, 1),
 }
 
 
 def embedding(dtype: torch.dtype) -> Tile:
     """Tile of the embedding's gather and expand."""
-    return EMBEDDING["ieee" if dtype == torch.float32 else "half"]
+    return EMBEDDING["fp32" if dtype == torch.float32 else "half"]

@@ -159,7 +159,7 @@ def x_pass(
     like = x if x is not None else dx
     assert like is not None
     a = stack_rows(lora_As, rank) if dx is not None else None
-    tile = config.x_pass(like.dtype, like.device, rank * projections, dropout, aligned(K, like.stride(0)))
+    tile = config.x_pass(like.dtype, like.device, dropout, aligned(K, like.stride(0)))
 
     k_tiles, m_tiles = ceil_div(K, tile.k), ceil_div(M, tile.m)
     strips = max(1, min(m_tiles, config.WAVES * processors(like.device) // k_tiles))

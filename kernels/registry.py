@@ -20,12 +20,11 @@ from .embedding import embedding_forward
 from .launch import Launch, recording
 
 SM_80, SM_90 = (8, 0), (9, 0)
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
     torch.uint8: "u8",
 }  # fmt: skip
-# Kernels that must reach the tensor cores when their operands are half types.
+# Kernels that must reach the tensor cores when their operands are half types, or TF32.
 MATRIX = {"_gemm_kernel", "_shrink_kernel", "_grad_dy_kernel", "_x_pass_kernel", "_embedding_kernel"}
 
 
@@ -87,6 +86,15 @@ def _projections(
         )  # fmt: skip
 
 
+def _tf32(*args: Any, **kwargs: Any) -> None:
+    matmul = torch.backends.cuda.matmul
+    before, matmul.fp32_precision = matmul.fp32_precision, "tf32"
+    try:
+        _projections(*args, **kwargs)
+    finally:
+        matmul.fp32_precision = before
+
+
 def _glu(dtype: torch.dtype, activation: str) -> None:
     gate = _meta(4096, 14336, dtype=dtype)
     glu.glu_forward(gate, gate, activation)
@@ -107,35 +115,31 @@ def entries() -> list[Entry]:
         out.append(Entry(name, partial(call, *args, **kwargs), cores))
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
-    qkv = (4096, 1024, 1024)
+    layer = (8192, 4096, (4096,))
+    qkv = (8192, 4096, (4096, 1024, 1024))
     for p in (0.0, 0.1):
-        drop = f"p={p}"
-        add(f"qkv bf16 r=16 {drop}", _projections, 8192, 4096, qkv, (16,) * 3, bf16, p, cores=True)
-        add(f"linear bf16 r=64 {drop}", _projections, 8192, 4096, (4096,), (64,), bf16, p, cores=True)
-        add(f"linear bf16 r=256 {drop}", _projections, 8192, 4096, (4096,), (256,), bf16, p, cores=True)
-        add(f"linear fp16 r=16 {drop}", _projections, 8192, 4096, (14336,), (16,), fp16, p, cores=True)
-        add(f"linear bf16 half adapters {drop}", _projections, 8192, 4096, (4096,), (16,), bf16, p, bf16, cores=True)
-        add(f"linear fp32 r=16 {drop}", _projections, 8192, 4096, (4096,), (16,), fp32, p)
-        add(f"linear fp32 r=64 {drop}", _projections, 8192, 4096, (4096,), (64,), fp32, p)
+        add(f"qkv bf16 r=16 p={p}", _projections, *qkv, (16,) * 3, bf16, p, cores=True)
+        add(f"linear bf16 r=64 p={p}", _projections, *layer, (64,), bf16, p, cores=True)
+        add(f"linear fp32 r=64 p={p}", _projections, *layer, (64,), fp32, p)
         # No vector loads, every mask.
-        add(f"odd bf16 r=13 {drop}", _projections, 4097, 4095, (4097,), (13,), bf16, p, cores=True)
-        add(f"odd fp32 r=13 {drop}", _projections, 4097, 4095, (4097,), (13,), fp32, p)
+        add(f"odd bf16 r=13 p={p}", _projections, 4097, 4095, (4097,), (13,), bf16, p, cores=True)
+        add(f"odd fp32 r=13 p={p}", _projections, 4097, 4095, (4097,), (13,), fp32, p)
+    add("linear fp16 r=16 p=0.1", _projections, *layer, (16,), fp16, 0.1, cores=True)
+    add("linear bf16 half adapters p=0.1", _projections, *layer, (16,), bf16, 0.1, bf16, cores=True)
+    add("linear tf32 r=16 p=0.1", _tf32, *layer, (16,), fp32, 0.1, cores=True)
     add("conv1d bf16 r=8 with bias", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True)
-    add("conv1d fp32 r=8 with bias", _projections, 8192, 1024, (3072,), (8,), fp32, 0.0, conv1d=True)
     for M in (1, 48, 600):
         add(f"M={M} bf16 r=16", _projections, M, 4096, (4096,), (16,), bf16, 0.0, cores=True, backward=M > 1)
     add("M=1 fp32 r=16", _projections, 1, 4096, (4096,), (16,), fp32, 0.0, backward=False)
-    # Frozen parts: each pass of the backward alone.
-    add("dX only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dA=False, need_dB=False)
-    add("dA only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dx=False, need_dB=False)
-    add("dB only bf16 p=0.1", _projections, 8192, 4096, (4096,), (16,), bf16, 0.1, cores=True, need_dx=False, need_dA=False)
-    for name, dtype in {**HALF, "fp32": fp32}.items():
-        add(f"embedding {name} r=16", _embedding, dtype, 16, cores=name in HALF)
+    add("M=1 tf32 r=16", _tf32, 1, 4096, (4096,), (16,), fp32, 0.0, cores=True, backward=False)
+    # Frozen parts: each sum of a pass alone.
+    frozen = dict(need_dx=False, need_dA=False, need_dB=False)
+    add("dX only bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(frozen | {"need_dx": True}))
+    add("dA only bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(frozen | {"need_dA": True}))
     add("embedding bf16 r=64", _embedding, bf16, 64, cores=True)
-    for activation in glu.ACTIVATIONS:
-        add(f"glu {activation} bf16", _glu, bf16, activation)
-    add("glu silu fp16", _glu, fp16, "silu")
-    add("glu silu fp32", _glu, fp32, "silu")
+    add("embedding fp32 r=64", _embedding, fp32, 64)
+    for activation, dtype in {"silu": bf16, "gelu": fp16, "gelu_tanh": fp32}.items():
+        add(f"glu {activation} {TYPES[dtype]}", _glu, dtype, activation)
     add("philox mask", philox_mask, 4096, 4096, 0.1, _meta(1, dtype=torch.int64))
     return out
 

@@ -1,6 +1,13 @@
 """Set-up shared by every tier: Triton's interpreter, two threads, poisoned ``torch.empty``."""
 
 import os
+import sys
+from pathlib import Path
+
+# The checkout holds a folder `kernels`, a name that a package of the ecosystem owns: installed
+# packages come first.
+_ROOT = str(Path(__file__).resolve().parent.parent)
+sys.path[:] = [entry for entry in sys.path if entry not in ("", _ROOT)] + [_ROOT]
 
 # Before any kernel is decorated: the Triton kernels' own code then runs on CPU tensors.
 os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -8,8 +15,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import pytest
-import torch
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

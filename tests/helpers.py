@@ -4,10 +4,11 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from fastlora import backend as fastlora_backend
-from fastlora.ops import dropout
 from torch import Tensor
 from torch.nn import functional as F
+
+from fastlora import backend as fastlora_backend
+from fastlora.ops import dropout
 
 HALF = (torch.bfloat16, torch.float16)
 

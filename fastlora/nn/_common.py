@@ -17,7 +17,9 @@ def check_rank(r: int) -> None:
 def check_dropout(lora_dropout: float) -> None:
     """Raise unless ``lora_dropout`` is a number in [0, 1)."""
     if not isinstance(lora_dropout, numbers.Real):
-        raise TypeError(f"lora_dropout: got {type(lora_dropout).__name__}, takes a number in [0, 1)")
+        raise TypeError(
+            f"lora_dropout: got {type(lora_dropout).__name__}, takes a number in [0, 1)"
+        )
     if not 0.0 <= lora_dropout < 1.0:
         raise ValueError(f"lora_dropout: got {lora_dropout}, takes a number in [0, 1)")
 
@@ -25,9 +27,7 @@ def check_dropout(lora_dropout: float) -> None:
 def check_adapter_dtype(dtype: torch.dtype) -> None:
     """Raise unless ``dtype`` is a floating dtype that the operations take."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise ValueError(
-            f"adapter_dtype: got {dtype}, takes float32, bfloat16, float16 or float64"
-        )
+        raise ValueError(f"adapter_dtype: got {dtype}, takes float32, bfloat16, float16 or float64")
 
 
 def scaling(r: int, lora_alpha: float, use_rslora: bool) -> float:

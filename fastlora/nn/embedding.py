@@ -22,7 +22,7 @@ class LoRAEmbedding(nn.Module):
 
     def __init__(
         self,
-        weight: nn.Parameter,
+        weight: Tensor,
         *,
         r: int,
         lora_alpha: float,
@@ -44,9 +44,12 @@ class LoRAEmbedding(nn.Module):
         self.embed_scale = embed_scale
         self.backend = backend
         self.weight = weight
-        like = {"dtype": adapter_dtype, "device": weight.device}
-        self.lora_A = nn.Parameter(torch.empty(r, self.num_embeddings, **like))
-        self.lora_B = nn.Parameter(torch.empty(self.embedding_dim, r, **like))
+        self.lora_A = nn.Parameter(
+            torch.empty(r, self.num_embeddings, dtype=adapter_dtype, device=weight.device)
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(self.embedding_dim, r, dtype=adapter_dtype, device=weight.device)
+        )
         self.reset_parameters()
         weight.requires_grad_(False)
 
@@ -78,7 +81,11 @@ class LoRAEmbedding(nn.Module):
         """
         if not isinstance(embedding, nn.Embedding):
             raise TypeError(f"embedding: got {type(embedding).__name__}, takes torch.nn.Embedding")
-        for option, default in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+        for option, default in (
+            ("max_norm", None),
+            ("scale_grad_by_freq", False),
+            ("sparse", False),
+        ):
             value = getattr(embedding, option)
             if value != default:
                 raise ValueError(f"embedding: got {option}={value}, takes {option}={default}")

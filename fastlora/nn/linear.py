@@ -27,8 +27,8 @@ class LoRALinear(nn.Module):
 
     def __init__(
         self,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        weight: Tensor,
+        bias: Tensor | None,
         *,
         r: int,
         lora_alpha: float,
@@ -50,9 +50,12 @@ class LoRALinear(nn.Module):
         self.backend = backend
         self.weight = weight
         self.bias = bias
-        like = {"dtype": adapter_dtype, "device": weight.device}
-        self.lora_A = nn.Parameter(torch.empty(r, self.in_features, **like))
-        self.lora_B = nn.Parameter(torch.empty(self.out_features, r, **like))
+        self.lora_A = nn.Parameter(
+            torch.empty(r, self.in_features, dtype=adapter_dtype, device=weight.device)
+        )
+        self.lora_B = nn.Parameter(
+            torch.empty(self.out_features, r, dtype=adapter_dtype, device=weight.device)
+        )
         self.reset_parameters()
         weight.requires_grad_(False)
         if bias is not None:

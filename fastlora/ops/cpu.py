@@ -28,6 +28,7 @@ def _has_fast_gemm(dtype: torch.dtype) -> bool:
     Where it does not, ATen's half-precision GEMM reaches about a sixth of fp32's rate, and
     widening to fp32 first is both faster and more exact.
     """
+    checks: tuple[str, ...]
     if dtype == torch.bfloat16:
         checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
     elif dtype == torch.float16:

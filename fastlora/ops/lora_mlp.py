@@ -121,7 +121,14 @@ def _mlp_backward(
     # H is needed only for dA of the down projection, and the pass over G and U makes it on the way;
     # so dH comes first, without it.
     dh, _, (dB_down,) = impl.projections_backward(
-        [dy], None, s_down, *down, seeds_down, need_dx=ctx.below, need_dA=[False], need_dB=need_B[2:]
+        [dy],
+        None,
+        s_down,
+        *down,
+        seeds_down,
+        need_dx=ctx.below,
+        need_dA=[False],
+        need_dB=need_B[2:],
     )
     dA_down = None
     dx, dAs, dBs = None, [None, None], [None, None]

@@ -50,7 +50,13 @@ class LoRAProjections(torch.autograd.Function):
         needs = ctx.needs_input_grad[5:]
         save_x, save_s = any(needs[2 * count : 3 * count]), any(needs[3 * count :])
         ctx.save_for_backward(
-            x if save_x else None, s if save_s else None, seeds, *weights, *biases, *lora_As, *lora_Bs
+            x if save_x else None,
+            s if save_s else None,
+            seeds,
+            *weights,
+            *biases,
+            *lora_As,
+            *lora_Bs,
         )
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.dropout_p, ctx.scalings = backend, dropout_p, scalings

@@ -85,7 +85,8 @@ def projections_backward(
         if need_dx:
             low_rank = ds @ lora_A.to(wide)
             if seeds is not None:
-                mask = keep_mask(seeds[i], *low_rank.shape, dropout_p)
+                rows, columns = low_rank.shape
+                mask = keep_mask(seeds[i], rows, columns, dropout_p)
                 low_rank = torch.where(mask, low_rank / (1.0 - dropout_p), 0.0)
             term = (dy @ weights[i]).to(wide) + low_rank
             dx = term if dx is None else dx + term

@@ -53,10 +53,10 @@ def test_no_peer_always_follows_the_same_one():
 
 def test_samples_are_taken_in_turn_and_hold_one_step_each():
     clock = Clock()
-    steps = {"slow": clock.step("slow", 3.0), "fast": clock.step("fast", 2.0)}
+    steps = {"slow": clock.step("slow", 3 / 64), "fast": clock.step("fast", 1 / 64)}
     found = interleave(steps, 7, sample_s=0.01, clock=clock)
     assert found.iterations == 1
-    assert found.seconds == {"slow": [3.0] * 7, "fast": [2.0] * 7}
+    assert found.seconds == {"slow": [3 / 64] * 7, "fast": [1 / 64] * 7}
     timed = clock.calls[2 * WARM_UP :]
     assert timed == [name for i in range(7) for name in order(["slow", "fast"], i)]
 
@@ -71,10 +71,10 @@ def test_short_steps_are_repeated_equally_often_for_all_peers():
     assert clock.calls.count("slow") == clock.calls.count("fast") == WARM_UP + 8 * 33
 
 
-@pytest.mark.parametrize(("row_s", "rounds"), [(0.0, 7), (9.0, 9), (1e9, 7 * MOST)])
+@pytest.mark.parametrize(("row_s", "rounds"), [(0.0, 7), (9 / 64, 9), (1e9, 7 * MOST)])
 def test_a_short_row_goes_on_until_its_time_is_used(row_s, rounds):
     clock = Clock()
-    found = interleave({"only": clock.step("only", 1.0)}, 7, 0.01, row_s, clock=clock)
+    found = interleave({"only": clock.step("only", 1 / 64)}, 7, 0.01, row_s, clock=clock)
     assert len(found.seconds["only"]) == rounds
 
 

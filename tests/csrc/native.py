@@ -45,7 +45,9 @@ def shrink(x, factors, seeds=None, p=0.0, threads=2, extra=0):
     seeds = seeds or [0] * len(factors)
     proj = [(a.data_ptr(), CODES[a.dtype], a.shape[0], seed) for a, seed in zip(factors, seeds)]
     ld = x.stride(0), out.stride(0)
-    _C.shrink(x.data_ptr(), CODES[x.dtype], ld[0], rows, cols, proj, p, out.data_ptr(), ld[1], threads)
+    _C.shrink(
+        x.data_ptr(), CODES[x.dtype], ld[0], rows, cols, proj, p, out.data_ptr(), ld[1], threads
+    )
     return out
 
 
@@ -109,7 +111,9 @@ def glu_backward(dh, gate, up, activation, need_h=True, threads=2):
 # -------------------------------------------------------------------------------------------------- the truth
 
 
-def philox_block(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
+def philox_block(
+    counter: tuple[int, int, int, int], key: tuple[int, int]
+) -> tuple[int, int, int, int]:
     """Philox4x32-10 as `triton.language.random.philox_impl` writes it, on Python integers."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
@@ -128,7 +132,9 @@ def words(first_row: int, rows: int, cols: int, seed: int) -> torch.Tensor:
     out = []
     for row in range(first_row, first_row + rows):
         counters = range(row * blocks, (row + 1) * blocks)
-        out.append([w for q in counters for w in philox_block((q & M32, q >> 32, 0, 0), key)][:cols])
+        out.append(
+            [w for q in counters for w in philox_block((q & M32, q >> 32, 0, 0), key)][:cols]
+        )
     return torch.tensor(out, dtype=torch.int64).reshape(rows, cols)
 
 

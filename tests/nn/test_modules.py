@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from fastlora.nn import LoRAEmbedding, LoRALinear
 from safetensors.torch import load_model, save_model
 from torch import nn
 
+from fastlora.nn import LoRAEmbedding, LoRALinear
 from tests.helpers import relative_error
 
 

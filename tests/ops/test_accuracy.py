@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from fastlora import functional
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fastlora import functional
 from tests.helpers import (
     check_against_exact,
     masks,
@@ -93,7 +93,9 @@ def test_fp32_adapters(backend, dtype):
     check(backend, dtype, SHAPES["qkv"], 0.1, adapter_dtype=torch.float32)
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     rows=st.integers(0, 70),
     columns=st.integers(1, 150),

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from fastlora import backend, functional
 
+from fastlora import backend, functional
 from tests.helpers import projection
 
 
@@ -63,7 +63,7 @@ def test_lora_linear(case):
 
 def test_backend_that_cannot_serve():
     values = arguments(x=torch.randn(6, 16, dtype=torch.float64), backend="triton")
-    with pytest.raises(ValueError, match="backend: got 'triton', which cannot serve: .*float64"):
+    with pytest.raises(ValueError, match=r"backend: got 'triton', which cannot serve: .*float64"):
         functional.lora_linear(**values)
 
 
@@ -103,7 +103,7 @@ def test_lora_mlp():
 def test_lora_embedding():
     weight, A, B = torch.randn(7, 4), torch.randn(2, 7), torch.randn(4, 2)
     ids = torch.tensor([1, 2])
-    with pytest.raises(TypeError, match="input_ids: got torch.float32"):
+    with pytest.raises(TypeError, match=r"input_ids: got torch\.float32"):
         functional.lora_embedding(ids.float(), weight, A, B, 1.0)
     with pytest.raises(ValueError, match=r"lora_A: got shape \(7, 2\)"):
         functional.lora_embedding(ids, weight, A.T, B, 1.0)

@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from fastlora import functional
-from fastlora.memory import saved_for_backward
 from torch.utils.checkpoint import checkpoint
 
+from fastlora import functional
+from fastlora.memory import saved_for_backward
 from tests.helpers import gradients, masks, projection, relative_error, require_backend, unfused
 
 pytestmark = pytest.mark.usefixtures("poisoned_empty")
@@ -41,7 +41,12 @@ def test_gradient_that_is_a_view(backend, kind):
         return [run_one(x, parts[0], backend=backend)]
 
     got = gradients(run, x, [parts], [dy])
-    parts = (parts[0], parts[1].detach().requires_grad_(), parts[2].detach().requires_grad_(), *parts[3:])
+    parts = (
+        parts[0],
+        parts[1].detach().requires_grad_(),
+        parts[2].detach().requires_grad_(),
+        *parts[3:],
+    )
     expected = gradients(run, x, [parts], [dy.contiguous()])
     for name in got:
         assert torch.equal(got[name], expected[name]), name
@@ -276,9 +281,7 @@ def test_one_output_unused(backend):
     """A projection whose output no loss sees gets no gradient, and the others' are right."""
     q, k = projection(16, 12, 4), projection(16, 8, 2)
     x = torch.randn(6, 16, requires_grad=True)
-    y, _ = functional.lora_projections(
-        x, *zip(q, k, strict=True), backend=backend
-    )
+    y, _ = functional.lora_projections(x, *zip(q, k, strict=True), backend=backend)
     y.square().sum().backward()
     assert k[1].grad is None
     alone = torch.autograd.grad(unfused(x, q).square().sum(), [x, q[1], q[2]])

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from fastlora import functional
 from fastlora.ops import _library
-
 from tests.helpers import gradients, projection, relative_error, require_backend
 
 BACKENDS = ("torch", "cpu")
@@ -113,10 +113,22 @@ def test_custom_ops_pass_opcheck(backend):
     s = torch.randn(5, 6)
     check(
         _library._projections_backward,
-        # fmt: off
-        ([False, True], [dy], x, s, weights, As, Bs, [0.5, 2.0], 0.3, seeds,
-         True, [True, True], [True, False], backend),
-        # fmt: on
+        (
+            [False, True],
+            [dy],
+            x,
+            s,
+            weights,
+            As,
+            Bs,
+            [0.5, 2.0],
+            0.3,
+            seeds,
+            True,
+            [True, True],
+            [True, False],
+            backend,
+        ),
     )
     gate, up, dh = torch.randn(3, 5, 24)
     check(_library._glu_forward, (gate, up, "silu", backend))
@@ -134,15 +146,11 @@ def test_bf16_autocast_under_compile(backend):
 
     def run(x, parts):
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return [
-                functional.lora_linear(x, parts[0][0], *parts[0][1:3], 0.5, backend=backend)
-            ]
+            return [functional.lora_linear(x, parts[0][0], *parts[0][1:3], 0.5, backend=backend)]
 
     x, dy = torch.randn(6, 16), torch.randn(6, 12)
     eager = gradients(run, x, [parts], [dy])
     parts[1].grad = parts[2].grad = None
-    compiled = gradients(
-        torch.compile(run, fullgraph=True, backend="aot_eager"), x, [parts], [dy]
-    )
+    compiled = gradients(torch.compile(run, fullgraph=True, backend="aot_eager"), x, [parts], [dy])
     for name in eager:
         assert torch.equal(compiled[name], eager[name]), name

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from fastlora.ops import dropout
 from hypothesis import given
 from hypothesis import strategies as st
+
+from fastlora.ops import dropout
 
 
 def test_known_answers():

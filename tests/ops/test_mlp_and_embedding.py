@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fastlora import functional
 from torch.nn import functional as F
 
+from fastlora import functional
 from tests.helpers import (
     check_against_exact,
     double,
