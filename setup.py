@@ -17,7 +17,14 @@ from setuptools import Extension, find_packages, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-CFLAGS = ["-std=c++17", "-O3", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-g0"]
+CFLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fvisibility=hidden",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-g0",
+]
 # Each instruction set has a translation unit of its own; only that one may use its instructions.
 X86_FLAGS = {
     "kernels_avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
@@ -43,7 +50,11 @@ def extensions() -> list[Extension]:
     sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").glob("*.cpp"))
     headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*.h"))
     include_dirs = [pybind11.get_include(), "csrc"]
-    return [Extension("fastlora._C", sources, include_dirs=include_dirs, depends=headers, language="c++")]
+    return [
+        Extension(
+            "fastlora._C", sources, include_dirs=include_dirs, depends=headers, language="c++"
+        )
+    ]
 
 
 def left_out(reason: str) -> list[Extension]:
@@ -58,10 +69,14 @@ class BuildExtension(build_ext):
         try:
             self.add_flags(ext)
             super().build_extension(ext)
-        except Exception as error:  # whatever a missing or broken compiler raises: the package works without
+        except (
+            Exception
+        ) as error:  # whatever a missing or broken compiler raises: the package works without
             if os.environ.get("FASTLORA_NO_EXT") == "0":  # an explicit 0 asks for the extension
                 raise
-            left_out(f"it did not compile ({str(error).splitlines()[0] if str(error) else error!r})")
+            left_out(
+                f"it did not compile ({str(error).splitlines()[0] if str(error) else error!r})"
+            )
             self.failed = True
 
     def add_flags(self, ext: Extension) -> None:
@@ -107,7 +122,11 @@ class BuildExtension(build_ext):
                     [str(source)], output_dir=folder, extra_postargs=["-fopenmp"]
                 )
                 self.compiler.link_executable(
-                    objects, "probe", output_dir=folder, extra_postargs=["-fopenmp"], target_lang="c++"
+                    objects,
+                    "probe",
+                    output_dir=folder,
+                    extra_postargs=["-fopenmp"],
+                    target_lang="c++",
                 )
             except Exception:  # no compiler at all is reported by the build itself
                 return False

@@ -42,8 +42,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.compare and not options.compare.exists():
         parser.error(f"--compare: no such file: {options.compare}")
 
-    # The kernels' interpreter, where a test session left it on, would be what is timed.
+    # The kernels' interpreter, where a test run left it on, would be what is timed.
     os.environ.pop("TRITON_INTERPRET", None)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the model is in a wheel; nothing is fetched
     sys.path.insert(0, str(HERE.parent))
     import pytest
 

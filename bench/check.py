@@ -1,8 +1,12 @@
 """Whether a peer's result may be timed: its error against an fp64 reference.
 
-fp32: within 1e-5, relative. Half types: at most twice the error of the unfused path (PEFT's layers,
-same dtype, same inputs), or 1e-5 where that path is more exact still. Errors are relative to the
-reference tensor: root mean square over root mean square, and largest over largest.
+One layer, fp32: within 1e-5, relative. Half types: at most twice the error of the unfused path
+(PEFT's layers, same dtype, same inputs), or 1e-5 where that path is more exact still. Errors are
+relative to the reference tensor: root mean square over root mean square, and largest over largest.
+
+A whole model: rounding errors grow from layer to layer, in two equally good paths not equally in
+each tensor. There the bar is twice the unfused path's error over all the layers' gradients of one
+kind, and for each single tensor twice it in fp32, four times in a half type.
 """
 
 from __future__ import annotations
@@ -16,8 +20,11 @@ from torch import Tensor
 
 EXACT = 1e-5
 FACTOR = 2.0
-PEAK_FACTOR = 4.0  # the largest of many errors varies more between two equally good paths
-OWN_BAR = 4.0  # torch's own paths in a half type: a few units in the last place
+MODEL_FACTOR = {torch.float32: 2.0, torch.bfloat16: 4.0, torch.float16: 4.0}
+PEAK = 2.0  # how much further than the mean the largest of many errors may be
+OWN_UNITS = 4.0  # torch's own path, one layer in a half type: units in the last place
+# Torch's own path, a whole model: enough to tell rounding (up to 0.12 in bf16) from another model.
+MODEL_OWN = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.5}
 
 
 class Wrong(ValueError):
@@ -70,29 +77,51 @@ def errors(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[s
     return found
 
 
+def pooled(got: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, Error]:
+    """Error over all layers' gradients of one kind, such as every lora_A of a q_proj.
+
+    Each tensor counts by its own reference's size, so that a large one hides no small one.
+    """
+    kinds: dict[str, list[Error]] = {}
+    for name, expected in reference.items():
+        kind = ".".join(part for part in name.split(".")[-4:])
+        kinds.setdefault(kind, []).append(error(got[name], expected))
+    return {
+        f"{kind} of all layers": Error(
+            math.sqrt(math.fsum(e.rms**2 for e in members) / len(members)),
+            max(e.peak for e in members),
+        )
+        for kind, members in kinds.items()
+        if len(members) > 1
+    }
+
+
 def judge(
     found: Mapping[str, Error],
     dtype: torch.dtype,
     unfused: Mapping[str, Error] | None = None,
     *,
-    relative: bool = False,
+    factor: float | None = None,
+    own: float | None = None,
 ) -> Verdict:
     """Holds errors against the bar.
 
-    unfused: the unfused path's errors against the same reference; None for torch's own paths, whose
-    bar in a half type is 4 units in the last place. relative: use the unfused path's errors as the
-    bar in fp32 too, for a whole model, whose own rounding errors grow from layer to layer.
+    unfused: the unfused path's errors against the same reference, None for torch's own paths.
+    factor: how many times the unfused path's error is allowed; without it FACTOR in a half type and
+        nothing in fp32. own: the bar of torch's own paths; without it EXACT in fp32 and OWN_UNITS
+        units in the last place in a half type.
     """
+    half = dtype != torch.float32
+    if factor is None:
+        factor = FACTOR if half else 0.0
+    if own is None:
+        own = OWN_UNITS * torch.finfo(dtype).eps if half else EXACT
     complaints, worst, nearest = [], ("", math.nan, math.nan), -1.0
     for name, e in found.items():
-        limit = peak_limit = EXACT
-        if unfused is not None and name in unfused and (dtype != torch.float32 or relative):
-            limit = max(limit, FACTOR * unfused[name].rms)
-            peak_limit = max(peak_limit, PEAK_FACTOR * unfused[name].peak)
-        elif dtype != torch.float32:
-            limit = peak_limit = OWN_BAR * torch.finfo(dtype).eps
-        elif relative:
-            limit = peak_limit = 1e-3
+        limit = peak_limit = own
+        if unfused is not None:
+            limit = max(EXACT, factor * unfused[name].rms)
+            peak_limit = max(EXACT, PEAK * factor * unfused[name].peak)
         # Written so that a NaN is a complaint.
         if not (e.rms <= limit and e.peak <= peak_limit):
             complaints.append(
@@ -104,3 +133,24 @@ def judge(
             nearest, worst = nearness, (name, e.rms, limit)
     more = f" and {len(complaints) - 3} more" if len(complaints) > 3 else ""
     return Verdict("; ".join(complaints[:3]) + more, *worst)
+
+
+def judge_model(
+    found: Mapping[str, Error],
+    kinds: Mapping[str, Error],
+    dtype: torch.dtype,
+    unfused: tuple[dict[str, Error], dict[str, Error]] | None = None,
+) -> Verdict:
+    """The same for a whole model: `found` a tensor each, `kinds` as `pooled` gives them.
+
+    unfused: both of the unfused path, None for torch's own.
+    """
+    single, together = unfused or (None, None)
+    own = MODEL_OWN[dtype]
+    if single is not None:
+        # The loss is one number: by chance the unfused path may hit it to the last digit.
+        rounding = Error(*[max(EXACT, torch.finfo(dtype).eps / 2) / MODEL_FACTOR[dtype]] * 2)
+        single = single | {"loss": max(single["loss"], rounding, key=lambda e: e.rms)}
+    verdict = judge(found, dtype, single, factor=MODEL_FACTOR[dtype], own=own)
+    over_layers = judge(kinds, dtype, together, factor=FACTOR, own=own)
+    return verdict if verdict.wrong else over_layers

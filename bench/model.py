@@ -10,7 +10,6 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -135,8 +134,9 @@ class ModelWork:
             torch.manual_seed(seed)
             return self.loss()
 
-        loss = seeded(SEED)
-        loss.backward()
+        graph = seeded(SEED)
+        graph.backward()
+        loss = float(graph.detach())
         gradients = {n: p.grad for n, p in self.trained.items() if p.grad is not None}
         for parameter in self.trained.values():
             parameter.grad = None
@@ -153,15 +153,10 @@ class ModelWork:
                 self.trained[name].add_(gradient, alpha=change / norm)
             again = float(seeded(SEED))
         slope = (ends[0] - ends[1]) / (2 * change)
-        if other == float(loss):
+        if other == loss:
             return "dropout: two seeds give one loss"
-        if abs(again - float(loss)) > 1e-5 * abs(float(loss)):
-            return f"dropout: one seed gives the losses {float(loss)} and {again}"
+        if abs(again - loss) > 1e-5 * abs(loss):
+            return f"dropout: one seed gives the losses {loss} and {again}"
         if abs(slope - norm) > 0.02 * norm:
             return f"dropout: the loss's slope along its gradient is {slope:.4g}, takes {norm:.4g}"
         return ""
-
-
-def settings() -> Mapping[str, Any]:
-    """What the row's title does not say."""
-    return {"model": GGUF, "targets": TARGETS}

@@ -42,6 +42,7 @@ def _steps(axes: Any, rows: list[Row]) -> None:
         return
     peers = [peer for peer in PEERS if any(peer in row.samples for row in rows)]
     width = 0.8 / len(peers)
+    tallest = 1.0
     for i, peer in enumerate(peers):
         places, heights, below, above, texts = [], [], [], [], []
         for j, row in enumerate(rows):
@@ -55,7 +56,7 @@ def _steps(axes: Any, rows: list[Row]) -> None:
             texts.append(
                 f"{found.median:.2f} s" if found.median >= 0.1 else f"{found.median * 1e3:.0f} ms"
             )
-        bars = axes.bar(
+        axes.bar(
             places,
             heights,
             width,
@@ -64,13 +65,15 @@ def _steps(axes: Any, rows: list[Row]) -> None:
             label=PEERS[peer].title,
             error_kw={"elinewidth": 1, "ecolor": "#444444"},
         )
-        axes.bar_label(bars, texts, fontsize=8, padding=2)
+        tallest = max([tallest, *heights])
+        for place, height, text in zip(places, heights, texts, strict=True):
+            axes.text(place, height / 2, text, ha="center", va="center", rotation=90, fontsize=8)
     labels = [f"{row.dtype}\ndropout {row.dropout:g}" for row in rows]
     axes.set_xticks(range(len(rows)), labels)
     axes.set_ylabel("time / PEFT's time")
     axes.axhline(1.0, color="#d98c4a", linewidth=0.8)
-    axes.margins(y=0.15)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.set_ylim(0, 1.3 * tallest)
+    axes.legend(fontsize=8, loc="upper center", ncols=len(peers))
 
 
 def _layers(axes: Any, rows: list[Row]) -> None:

@@ -58,7 +58,7 @@ def write_all(results: Path, readme: Path | None) -> Results:
 def summary(found: Results) -> str:
     """The bars, a line each, for the terminal."""
     lines = [f"{b.status:>12}  {b.what}: {b.measured} (bar: {b.bar})" for b in bars(found)]
-    return "\n".join(lines)
+    return "\n".join([*lines, tables.busy(found)]).strip()
 
 
 def _write(path: Path, text: str) -> None:

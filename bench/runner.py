@@ -170,19 +170,10 @@ def _line(failed: BaseException) -> str:
     return text if len(text) <= 300 else text[:297] + "..."
 
 
-def _unfused(entries: list[Entry], dropout: float) -> Entry | None:
-    found = [e for e in entries if e.peer == "peft" and e.dropout == dropout]
-    return found[0] if found else None
-
-
-def _judge(
-    entry: Entry, found: Mapping[str, check.Error], yardstick: Any, relative: bool = False
-) -> None:
-    dtype = entry.work.dtype
-    own_path = entry.peer in ("peft", "frozen")
-    entry.check = check.judge(found, dtype, None if own_path else yardstick, relative=relative)
-    if entry.check.wrong:
-        entry.refuse(WRONG, entry.check.wrong)
+def _accept(entry: Entry, verdict: check.Verdict) -> None:
+    entry.check = verdict
+    if verdict.wrong:
+        entry.refuse(WRONG, verdict.wrong)
 
 
 def _check_layers(case: Case, entries: list[Entry]) -> None:
@@ -201,7 +192,9 @@ def _check_layers(case: Case, entries: list[Entry]) -> None:
             continue
         if entry.peer == "peft":
             measured[entry.dropout] = found
-        _judge(entry, found, measured.get(entry.dropout))
+        # Torch's own paths have a bar of their own; ours without a PEFT to compare with, theirs.
+        unfused = None if entry.peer in ("peft", "frozen") else measured.get(entry.dropout)
+        _accept(entry, check.judge(found, entry.work.dtype, unfused))
 
 
 def _check_model(case: Case, entries: list[Entry]) -> None:
@@ -210,7 +203,7 @@ def _check_model(case: Case, entries: list[Entry]) -> None:
     The frozen base is torch's own path and has no gradient to compare.
     """
     reference: dict[str, Tensor] | None = None
-    measured: Mapping[str, check.Error] | None = None
+    measured: tuple[dict[str, check.Error], dict[str, check.Error]] | None = None
     for entry in sorted(entries, key=lambda e: (e.peer != "peft", e.dropout)):
         if entry.status != OK:
             continue
@@ -232,7 +225,8 @@ def _check_model(case: Case, entries: list[Entry]) -> None:
             continue
         if entry.peer == "peft" and measured is None:
             measured = found
-        _judge(entry, found, measured, relative=True)
+        unfused = None if entry.peer == "peft" else measured
+        _accept(entry, check.judge_model(*found, entry.work.dtype, unfused))
         if entry.status == OK and entry.dropout and case.dtype == "float32":
             wrong = _try(entry, entry.work.dropout_wrong)
             if wrong:
@@ -246,8 +240,12 @@ def _check_model(case: Case, entries: list[Entry]) -> None:
             entry.saved_bytes = _bytes(entry)
 
 
-def _against(entry: Entry, reference: Mapping[str, Tensor]) -> Mapping[str, check.Error]:
-    return check.errors(entry.work.results(), reference)
+def _against(
+    entry: Entry, reference: Mapping[str, Tensor]
+) -> tuple[dict[str, check.Error], dict[str, check.Error]]:
+    """Errors of a model's results, one by one and over all layers."""
+    results = entry.work.results()
+    return check.errors(results, reference), check.pooled(results, reference)
 
 
 def _bytes(entry: Entry) -> int | None:

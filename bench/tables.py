@@ -51,6 +51,18 @@ def machine(found: Results) -> str:
     )
 
 
+def busy(found: Results) -> str:
+    """A warning where other work ran on the machine, "" otherwise: such figures show little."""
+    e = found.environment
+    start, end, own = e["load_at_start"], e["load_at_end"], e["threads"]
+    if (start is None or start <= 0.5 * e["cores"]) and (end is None or end <= own + 1):
+        return ""
+    return (
+        f"**The machine was busy with other work (load {start} at the start, {end} at the end of a "
+        f"run of {own} threads): these figures are no measurement.**"
+    )
+
+
 def bars_table(found: Results) -> str:
     return table(
         ("what", "bar", "measured", "verdict"),
@@ -166,6 +178,7 @@ def document(found: Results, chart: str) -> str:
     parts = [
         "# Microbenchmarks",
         machine(found),
+        *([busy(found)] if busy(found) else []),
         HOW,
         f"![step time and speed-up over PEFT]({chart})",
         "## Numbers to reach",
@@ -184,6 +197,7 @@ def document(found: Results, chart: str) -> str:
 def readme_block(found: Results, chart: str) -> str:
     """What stands in the README between its two marks."""
     parts = [
+        *([busy(found)] if busy(found) else []),
         bars_table(found),
         f"![step time and speed-up over PEFT]({chart})",
         overview_table(found),

@@ -92,12 +92,13 @@ def gemm_ranks(device: torch.device) -> int:
 
 # n bounds the ranks of one program; wider stacks run as more programs.
 SHRINK = {
-    # Memory bound: 64 x 128 of X is 16 KiB a stage, four stages keep 64 KiB a program in flight.
-    "half_90": Tile(64, 64, 128, 4, 4),
+    # Memory bound: 8 KiB of X a stage, three stages in flight, four programs a multiprocessor at 16 ranks.
+    "half": Tile(64, 64, 64, 4, 4),
+    # fp32 A of 64 ranks is twice the bytes of 64 rows of X: 128 rows a program halve what it takes from L2.
+    "half_64": Tile(128, 64, 64, 8, 3),
     # With masks it is bound by Philox instead: 8 warps share the rounds, whose words take 64 registers a thread at 4.
     "half_90_dropout": Tile(64, 64, 128, 8, 3),
     # Before wgmma operands pass through registers: half the step, or it spills at 64 ranks.
-    "half_80": Tile(64, 64, 64, 4, 4),
     "half_80_dropout": Tile(64, 64, 64, 8, 3),
     "half_16": Tile(16, 64, 128, 4, 4),
     "half_odd": Tile(64, 64, 64, 8, 2),
@@ -106,7 +107,7 @@ SHRINK = {
 }
 
 
-def shrink(dtype: torch.dtype, device: torch.device, M: int, dropout: bool, vectors: bool) -> Tile:
+def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout: bool, vectors: bool) -> Tile:
     """Tile of S = X A^T."""
     part = capability(device)
     if part == INTERPRETED:
@@ -117,7 +118,9 @@ def shrink(dtype: torch.dtype, device: torch.device, M: int, dropout: bool, vect
         return SHRINK["half_odd"]
     if M <= 16 and not dropout:
         return SHRINK["half_16"]
-    return SHRINK[f"half_{90 if part >= (9, 0) else 80}{'_dropout' if dropout else ''}"]
+    if dropout:
+        return SHRINK["half_90_dropout" if part >= (9, 0) else "half_80_dropout"]
+    return SHRINK["half_64" if rank > 32 and M >= 1024 else "half"]
 
 
 # k bounds the ranks of one program.
@@ -153,10 +156,11 @@ X_PASS = {
     "half_90": Tile(64, 64, 128, 4, 3),
     "half_80": Tile(64, 64, 64, 4, 3),
     # Mask, Philox words, low-rank product and its sum are four tiles of [m, k] in registers: 64 x 128 spills.
-    "half_dropout": Tile(64, 64, 64, 8, 2),
+    "half_90_dropout": Tile(64, 64, 64, 8, 2),
+    "half_80_dropout": Tile(32, 64, 64, 8, 2),  # and so does 64 x 64 without wgmma
     "half_odd": Tile(32, 64, 64, 8, 2),
     "fp32": Tile(32, 64, 64, 8, 2),
-    "fp32_dropout": Tile(32, 32, 32, 8, 2),  # as half_dropout, and operands of FMAs in registers too
+    "fp32_dropout": Tile(32, 32, 32, 8, 2),  # as half_90_dropout, and operands of FMAs in registers too
     "interpreted": Tile(64, 64, 64, 4, 1),
 }
 
@@ -170,9 +174,7 @@ def x_pass(dtype: torch.dtype, device: torch.device, dropout: bool, vectors: boo
         return X_PASS["fp32_dropout" if dropout else "fp32"]
     if not vectors:
         return X_PASS["half_odd"]
-    if dropout:
-        return X_PASS["half_dropout"]
-    return X_PASS["half_90" if part >= (9, 0) else "half_80"]
+    return X_PASS[f"half_{90 if part >= (9, 0) else 80}{'_dropout' if dropout else ''}"]
 
 
 # k bounds the ranks of one step.

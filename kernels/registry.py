@@ -107,8 +107,11 @@ def _embedding(dtype: torch.dtype, rank: int) -> None:
     )
 
 
-def entries() -> list[Entry]:
-    """All entries: dtypes and ranks of a Llama-sized layer, the few-token tiles, odd shapes, both weight layouts."""
+def entries(thorough: bool = False) -> list[Entry]:
+    """Every kernel in every tile of the tables: a Llama-sized layer, few tokens, odd shapes, both weight layouts.
+
+    `thorough` adds the other combinations of dtype, rank and dropout.
+    """
     out: list[Entry] = []
 
     def add(name: str, call: Callable[..., object], *args: Any, cores: bool = False, **kwargs: Any) -> None:
@@ -117,30 +120,42 @@ def entries() -> list[Entry]:
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     layer = (8192, 4096, (4096,))
     qkv = (8192, 4096, (4096, 1024, 1024))
-    for p in (0.0, 0.1):
-        add(f"qkv bf16 r=16 p={p}", _projections, *qkv, (16,) * 3, bf16, p, cores=True)
-        add(f"linear bf16 r=64 p={p}", _projections, *layer, (64,), bf16, p, cores=True)
-        add(f"linear fp32 r=64 p={p}", _projections, *layer, (64,), fp32, p)
-        # No vector loads, every mask.
-        add(f"odd bf16 r=13 p={p}", _projections, 4097, 4095, (4097,), (13,), bf16, p, cores=True)
-        add(f"odd fp32 r=13 p={p}", _projections, 4097, 4095, (4097,), (13,), fp32, p)
+    odd = (4097, 4095, (4097,))  # no vector loads, every mask
+    alone = dict(need_dx=False, need_dA=False, need_dB=False)  # of a backward's sums, all but one frozen
+    add("qkv bf16 r=16", _projections, *qkv, (16,) * 3, bf16, 0.0, cores=True)
+    add("qkv bf16 r=16 p=0.1", _projections, *qkv, (16,) * 3, bf16, 0.1, cores=True)
+    add("linear bf16 r=64 p=0.1", _projections, *layer, (64,), bf16, 0.1, cores=True)
     add("linear fp16 r=16 p=0.1", _projections, *layer, (16,), fp16, 0.1, cores=True)
-    add("linear bf16 half adapters p=0.1", _projections, *layer, (16,), bf16, 0.1, bf16, cores=True)
-    add("linear tf32 r=16 p=0.1", _tf32, *layer, (16,), fp32, 0.1, cores=True)
-    add("conv1d bf16 r=8 with bias", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True)
+    add("linear fp32 r=64 p=0.1", _projections, *layer, (64,), fp32, 0.1)
+    add("linear tf32 r=16", _tf32, *layer, (16,), fp32, 0.0, cores=True)
+    add("odd bf16 r=13 p=0.1", _projections, *odd, (13,), bf16, 0.1, cores=True)
+    add("odd fp32 r=13", _projections, *odd, (13,), fp32, 0.0)
+    add("conv1d bf16 r=8", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True)
     for M in (1, 48, 600):
-        add(f"M={M} bf16 r=16", _projections, M, 4096, (4096,), (16,), bf16, 0.0, cores=True, backward=M > 1)
+        add(f"M={M} bf16 r=16", _projections, M, 4096, (4096,), (16,), bf16, 0.0, cores=True, backward=False)
     add("M=1 fp32 r=16", _projections, 1, 4096, (4096,), (16,), fp32, 0.0, backward=False)
     add("M=1 tf32 r=16", _tf32, 1, 4096, (4096,), (16,), fp32, 0.0, cores=True, backward=False)
-    # Frozen parts: each sum of a pass alone.
-    frozen = dict(need_dx=False, need_dA=False, need_dB=False)
-    add("dX only bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(frozen | {"need_dx": True}))
-    add("dA only bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(frozen | {"need_dA": True}))
+    add("dX alone bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(alone | {"need_dx": True}))
+    add("dA alone bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(alone | {"need_dA": True}))
     add("embedding bf16 r=64", _embedding, bf16, 64, cores=True)
     add("embedding fp32 r=64", _embedding, fp32, 64)
     for activation, dtype in {"silu": bf16, "gelu": fp16, "gelu_tanh": fp32}.items():
         add(f"glu {activation} {TYPES[dtype]}", _glu, dtype, activation)
     add("philox mask", philox_mask, 4096, 4096, 0.1, _meta(1, dtype=torch.int64))
+    if thorough:
+        add("linear bf16 r=64", _projections, *layer, (64,), bf16, 0.0, cores=True)
+        add("linear bf16 r=256", _projections, *layer, (256,), bf16, 0.0, cores=True)
+        add("linear fp32 r=64", _projections, *layer, (64,), fp32, 0.0)
+        add("linear tf32 r=16 p=0.1", _tf32, *layer, (16,), fp32, 0.1, cores=True)
+        add("linear bf16 half adapters", _projections, *layer, (16,), bf16, 0.0, bf16, cores=True)
+        add("linear bf16 half adapters p=0.1", _projections, *layer, (16,), bf16, 0.1, bf16, cores=True)
+        add("qkv fp16 unequal ranks p=0.1", _projections, *qkv, (16, 8, 8), fp16, 0.1, cores=True)
+        add("odd bf16 r=13", _projections, *odd, (13,), bf16, 0.0, cores=True)
+        add("odd fp32 r=13 p=0.1", _projections, *odd, (13,), fp32, 0.1)
+        add("conv1d fp32 r=8", _projections, 8192, 1024, (3072,), (8,), fp32, 0.0, conv1d=True)
+        add("dB alone bf16", _projections, *layer, (16,), bf16, 0.0, cores=True, **(alone | {"need_dB": True}))
+        for M in (1, 48, 600):
+            add(f"M={M} bf16 r=16 p=0.1", _projections, M, 4096, (4096,), (16,), bf16, 0.1, cores=True)
     return out
 
 
@@ -176,12 +191,11 @@ def _describe(launch: Launch) -> tuple[dict[str, Any], dict[tuple[int, ...], Any
     return signature, constexprs, attrs
 
 
-def compilations(capability: tuple[int, int], names: list[str] | None = None) -> Iterator[Compilation]:
-    """Every distinct kernel that the entries (or those of the given names) launch on a GPU of this capability."""
+def compilations(capability: tuple[int, int], thorough: bool = False) -> Iterator[Compilation]:
+    """Every distinct kernel that the entries launch on a GPU of this capability."""
     seen: set[str] = set()
-    for entry in entries():
-        if names is not None and entry.name not in names:
-            continue
+    names: dict[str, int] = {}
+    for entry in entries(thorough):
         with recording(capability) as launches:
             entry.call()
         for launch in launches:
@@ -191,7 +205,11 @@ def compilations(capability: tuple[int, int], names: list[str] | None = None) ->
             if key in seen:
                 continue
             seen.add(key)
+            name = f"{entry.name}: {kernel}"
+            names[name] = names.get(name, 0) + 1
+            if names[name] > 1:
+                name += f" {names[name]}"
             yield Compilation(
-                f"{entry.name}: {kernel}", launch.kernel, signature, constexprs, attrs, launch.num_warps,
+                name, launch.kernel, signature, constexprs, attrs, launch.num_warps,
                 launch.num_stages, entry.tensor_cores and kernel in MATRIX,
             )  # fmt: skip

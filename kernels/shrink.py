@@ -86,7 +86,7 @@ def shrink(
     # With dropout every projection takes `rank` columns of the output; without, there is one stack of them all.
     rank, projections = (max(ranks), len(ranks)) if dropout else (sum(ranks), 1)
     a = stack_rows(lora_As, rank if dropout else 0)
-    tile = config.shrink(x.dtype, x.device, M, dropout, aligned(K, x.stride(0)))
+    tile = config.shrink(x.dtype, x.device, M, rank, dropout, aligned(K, x.stride(0)))
     block_r = min(pad_rank(rank), tile.n)
     chunks = ceil_div(rank, block_r)
     groups = projections * chunks

@@ -53,9 +53,9 @@ static FL_INLINE void narrow(float value, f16* out) {
 }
 
 static FL_INLINE vf load(const bf16* p) {
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   return (vf)((vu)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))) << 16);
-#elif defined(__AVX2__)
+#elif defined(FL_AVX2)
   return (vf)((vu)_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))) << 16);
 #else
   const vh bits = *reinterpret_cast<const vh_mem*>(p);
@@ -66,9 +66,9 @@ static FL_INLINE void store(bf16* p, vf value) {
   const vu u = (vu)value;
   const vu rounded = u + 0x7FFFu + ((u >> 16) & 1u);
   const vu out = (vu)select(value == value, (vf)rounded, (vf)(u | 0x400000u)) >> 16;
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)out));
-#elif defined(__AVX2__)
+#elif defined(FL_AVX2)
   const __m256i packed = _mm256_packus_epi32((__m256i)out, (__m256i)out);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
 #else
@@ -77,9 +77,9 @@ static FL_INLINE void store(bf16* p, vf value) {
 }
 
 static FL_INLINE vf load(const f16* p) {
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
-#elif defined(__F16C__)
+#elif defined(FL_AVX2)
   return (vf)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 #else
   vf out;
@@ -88,10 +88,10 @@ static FL_INLINE vf load(const f16* p) {
 #endif
 }
 static FL_INLINE void store(f16* p, vf value) {
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
-#elif defined(__F16C__)
+#elif defined(FL_AVX2)
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                    _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else

@@ -6,7 +6,7 @@
 namespace fastlora {
 namespace FASTLORA_ISA {
 
-#if defined(__AVX2__)
+#if defined(FL_AVX2) || defined(FL_AVX512)
 static FL_INLINE __m256 load8(const float* p) { return _mm256_loadu_ps(p); }
 static FL_INLINE __m256 load8(const bf16* p) {
   const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -45,7 +45,7 @@ static FL_INLINE void transpose8(const T* x, int64_t ld, float scale, float* out
 template <class T>
 static inline void transpose(const T* x, int64_t ld, int64_t rows, int64_t n, float scale, float* out, int64_t ldo) {
   int64_t i = 0;
-#if defined(__AVX2__)
+#if defined(FL_AVX2) || defined(FL_AVX512)
   for (; i + 8 <= rows; i += 8) {
     int64_t j = 0;
     for (; j + 8 <= n; j += 8) transpose8(x + i * ld + j, ld, scale, out + j * ldo + i, ldo);

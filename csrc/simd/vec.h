@@ -11,16 +11,26 @@
 
 #define FL_INLINE inline __attribute__((always_inline))
 
+// Which intrinsics may be used. FASTLORA_WIDTH asks for another width without them: a way to run AVX-512's code without AVX-512.
+#if defined(FASTLORA_WIDTH)
+#define FL_WIDTH FASTLORA_WIDTH
+#elif defined(__AVX512F__)
+#define FL_WIDTH 16
+#define FL_AVX512
+#elif defined(__AVX2__)
+#define FL_WIDTH 8
+#define FL_AVX2
+#else
+#define FL_WIDTH 4
+#if defined(__SSE2__)
+#define FL_SSE2
+#endif
+#endif
+
 namespace fastlora {
 namespace FASTLORA_ISA {
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#elif defined(__AVX2__)
-constexpr int W = 8;
-#else
-constexpr int W = 4;
-#endif
+constexpr int W = FL_WIDTH;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
@@ -43,7 +53,7 @@ static FL_INLINE void store_mask(int32_t* p, vi value) { *reinterpret_cast<vi_me
 static FL_INLINE vf keep(vi mask, vf value) { return (vf)(mask & (vi)value); }
 
 static FL_INLINE vf select(vi mask, vf yes, vf no) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if defined(FL_AVX2)
   return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
 #else
   return (vf)((mask & (vi)yes) | (~mask & (vi)no));
@@ -52,9 +62,9 @@ static FL_INLINE vf select(vi mask, vf yes, vf no) {
 
 // min(x, high); a NaN stays.
 static FL_INLINE vf clamp_above(vf x, float high) {
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   return (vf)_mm512_min_ps((__m512)set1(high), (__m512)x);
-#elif defined(__AVX2__)
+#elif defined(FL_AVX2)
   return (vf)_mm256_min_ps((__m256)set1(high), (__m256)x);
 #else
   return select(x > high, set1(high), x);
@@ -63,11 +73,11 @@ static FL_INLINE vf clamp_above(vf x, float high) {
 
 // 64-bit products of the lanes' low 32 bits; the high 32 bits of both operands are ignored.
 static FL_INLINE vq mul_low32(vq a, vq b) {
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   return (vq)_mm512_mul_epu32((__m512i)a, (__m512i)b);
-#elif defined(__AVX2__)
+#elif defined(FL_AVX2)
   return (vq)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
+#elif defined(FL_SSE2)
   return (vq)_mm_mul_epu32((__m128i)a, (__m128i)b);
 #else
   vq out;
@@ -78,14 +88,19 @@ static FL_INLINE vq mul_low32(vq a, vq b) {
 
 template <bool ODD>
 static FL_INLINE vu pick(vu a, vu b) {  // within each 128-bit block: {a[o] a[o+2] b[o] b[o+2]}, o = ODD
-#if defined(__AVX512F__)
+#if defined(FL_AVX512)
   return (vu)_mm512_shuffle_ps((__m512)a, (__m512)b, ODD ? 0xDD : 0x88);
-#elif defined(__AVX2__)
+#elif defined(FL_AVX2)
   return (vu)_mm256_shuffle_ps((__m256)a, (__m256)b, ODD ? 0xDD : 0x88);
-#elif defined(__SSE2__)
+#elif defined(FL_SSE2)
   return (vu)_mm_shuffle_ps((__m128)a, (__m128)b, ODD ? 0xDD : 0x88);
 #else
-  return vu{a[0 + ODD], a[2 + ODD], b[0 + ODD], b[2 + ODD]};
+  vu out;
+  for (int i = 0; i < W; i += 4) {
+    out[i] = a[i + ODD], out[i + 1] = a[i + 2 + ODD];
+    out[i + 2] = b[i + ODD], out[i + 3] = b[i + 2 + ODD];
+  }
+  return out;
 #endif
 }
 

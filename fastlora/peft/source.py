@@ -129,6 +129,7 @@ def gated_mlp(cls: type) -> GatedMLP | None:
     if len(arguments.args) != 2 or arguments.kwonlyargs or arguments.vararg or arguments.kwarg:
         return None
     x = arguments.args[1].arg
+    calls = sum(isinstance(node, ast.Call) for part in forward.body for node in ast.walk(part))
     result = _inlined_result(forward, x)
     down = _call_on_one(result) if result is not None else None
     if down is None or not isinstance(down[1], ast.BinOp) or not isinstance(down[1].op, ast.Mult):
@@ -140,7 +141,6 @@ def gated_mlp(cls: type) -> GatedMLP | None:
             continue
         if all(isinstance(e, ast.Name) and e.id == x for e in (gate[1], up[1])):
             names = GatedMLP(gate[0], up[0], down[0], activation[0])
-            calls = sum(isinstance(n, ast.Call) for s in forward.body for n in ast.walk(s))
             return names if len(set(names)) == 4 and calls == 4 else None
     return None
 

@@ -42,15 +42,16 @@ def entry_of(outcome, peer="fastlora", dropout=0.0):
     return found
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("dtype", "m"), [("float32", 1), ("float32", 37), ("bfloat16", 37), ("float16", 1)]
+)
 @pytest.mark.parametrize(
     ("op", "dims"),
     [("linear", (80, 48)), ("qkv", (48, 24)), ("mlp", (48, 72)), ("embedding", (97, 48))],
 )
-@pytest.mark.parametrize("m", [1, 37])
 def test_right_layers_are_timed(op, dims, m, dtype, monkeypatch):
     with_peer(monkeypatch, lambda built, targets: built)
-    dropouts = (0.0,) if op == "embedding" else (0.0, 0.1, 0.5)
+    dropouts = (0.0,) if op == "embedding" else (0.0, 0.1)
     outcome = outcome_of(case(op, dims, m, dtype, dropouts))
     assert outcome.wrong == []
     assert len(outcome.timings.seconds) == 1 + 2 * len(dropouts)

@@ -164,13 +164,31 @@ def test_losses_are_published(tmp_path):
     assert "missed" in report.summary(found(rows))
 
 
+@pytest.mark.parametrize(
+    ("start", "end", "busy"),
+    [(0.1, 2.1, False), (1.5, 2.1, True), (0.1, 5.0, True), (None, None, False)],
+)
+def test_a_busy_machine_is_told(start, end, busy, tmp_path):
+    written = planted(GOOD)
+    written["fastlora"]["environment"] |= {"load_at_start": start, "load_at_end": end}
+    file = tmp_path / "run.json"
+    results.write(file, written)
+    report.write_all(file, None)
+    for text in (
+        (tmp_path / "run.md").read_text(),
+        report.summary(results.load(file)),
+        report.block(file, tmp_path / "README.md"),
+    ):
+        assert ("no measurement" in text) == busy
+
+
 def test_writing_the_report_again_changes_nothing(tmp_path):
     file, readme = tmp_path / "results" / "run.json", tmp_path / "README.md"
     results.write(file, planted(GOOD))
     readme.write_text(f"# Title\n\n{report.START}\nold\n{report.END}\n\nThe end.\n")
     report.write_all(file, readme)
     first = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert set(path.name for path in first) == {"run.json", "run.md", "run.png", "README.md"}
+    assert {path.name for path in first} == {"run.json", "run.md", "run.png", "README.md"}
     assert report.main([str(file), "--readme", str(readme)]) == 0
     assert {path: path.read_bytes() for path in first} == first
     text = readme.read_text()

@@ -5,9 +5,9 @@ Outputs start as NaN, so that an element that a kernel forgets shows.
 
 from __future__ import annotations
 
-import functools
 import math
 
+import numpy as np
 import torch
 
 from fastlora import _C
@@ -126,19 +126,24 @@ def philox_block(
 
 
 def words(first_row: int, rows: int, cols: int, seed: int) -> torch.Tensor:
-    """The 32 random bits of every element of rows `first_row`.. of a matrix with `cols` columns, int64 [rows, cols]."""
+    """The 32 random bits of every element of rows `first_row`.. of a matrix with `cols` columns, int64 [rows, cols].
+
+    `philox_block` on arrays.
+    """
     blocks = (cols + 3) // 4
-    key = seed & M32, (seed >> 32) & M32
-    out = []
-    for row in range(first_row, first_row + rows):
-        counters = range(row * blocks, (row + 1) * blocks)
-        out.append(
-            [w for q in counters for w in philox_block((q & M32, q >> 32, 0, 0), key)][:cols]
-        )
-    return torch.tensor(out, dtype=torch.int64).reshape(rows, cols)
+    counter = np.arange(first_row * blocks, (first_row + rows) * blocks, dtype=np.uint64)
+    high, low = np.uint64(32), np.uint64(M32)
+    c0, c1, c2, c3 = counter & low, counter >> high, counter * np.uint64(0), counter * np.uint64(0)
+    k0, k1 = seed & M32, (seed >> 32) & M32
+    for _ in range(10):
+        b, a = np.uint64(0xCD9E8D57) * c2, np.uint64(0xD2511F53) * c0
+        c0, c1 = (b >> high) ^ c1 ^ np.uint64(k0), b & low
+        c2, c3 = (a >> high) ^ c3 ^ np.uint64(k1), a & low
+        k0, k1 = (k0 + 0x9E3779B9) & M32, (k1 + 0xBB67AE85) & M32
+    out = np.stack([c0, c1, c2, c3], axis=1).reshape(rows, blocks * 4)[:, :cols]
+    return torch.from_numpy(out.astype(np.int64))
 
 
-@functools.lru_cache(maxsize=64)
 def kept(rows: int, cols: int, p: float, seed: int) -> torch.Tensor:
     """bool [rows, cols]: the elements that dropout of probability `p` keeps."""
     if p == 0.0:

@@ -25,6 +25,14 @@ def test_reference_gives_the_known_answers(counter, key, output):
     assert native.philox_block(counter, key) == output
 
 
+def test_arrays_are_the_same_as_integers():
+    for seed in (0, 2**64 - 1, 0x299F31D0A4093822):
+        want = [native.philox_block((q, 0, 0, 0), (seed & ONES, seed >> 32)) for q in range(6, 12)]
+        assert native.words(2, 2, 12, seed).flatten().tolist() == [
+            w for block in want for w in block
+        ]
+
+
 @pytest.mark.parametrize("seed", [0, 42, -1, 2**63 + 12345])
 def test_every_word_to_the_last_bit(seed):
     """A word u is kept at p = u / 2^32 and dropped at the next p: so the kernel has exactly this word."""

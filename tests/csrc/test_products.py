@@ -14,7 +14,7 @@ DTYPES = list(native.CODES)
 # Sums of up to 1600 products of normal numbers, in fp32: the largest error over the root mean square.
 FP32 = 6e-6
 # Half a unit in the last place, relative: results are rounded once.
-ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-9, torch.float16: 2.0**-12 * 2}
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
 def ids(dtype: torch.dtype) -> str:
@@ -102,7 +102,7 @@ def test_dtypes(dtype, factor_dtype):
     Case(64, 576, [16, 16, 16], dtype, factor_dtype, extra=5).check(0.1, threads=2)
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     rows=st.integers(0, 110),
     cols=st.integers(1, 300),
@@ -132,7 +132,13 @@ def test_two_calls_give_the_same_bits(threads):
         native.expand(y, case.s[:, :16], case.b, 0.5, threads)
         das = native.grad_x(case.x, case.s, case.a, dx, case.seeds, 0.1, threads=threads)
         s = native.shrink(case.x, case.a, case.seeds, 0.1, threads)
-        return [s, y, dx, *das, *native.grad_dy(case.x, case.s[:, :16], case.b, 2.0, threads=threads)]
+        return [
+            s,
+            y,
+            dx,
+            *das,
+            *native.grad_dy(case.x, case.s[:, :16], case.b, 2.0, threads=threads),
+        ]
 
     first = everything()
     for _ in range(5):
@@ -242,3 +248,41 @@ def test_neighbours_are_left_alone():
     native._C.shrink(x.data_ptr(), 2, x.stride(0), 20, 37, proj, 0.0, out.data_ptr(), 8, 1)
     assert out[:, 5:].isnan().all()
     assert out[:, :5].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=ids)
+def test_every_half_precision_number_is_read_exactly(dtype):
+    bits = torch.arange(65536, dtype=torch.int32).to(torch.uint16)
+    for numbers in (
+        bits.view(dtype).reshape(-1, 1),
+        bits.view(dtype).reshape(-1, 256).contiguous(),
+    ):
+        a = torch.zeros(1, numbers.shape[1])
+        a[0, 0] = 1.0
+        finite = torch.where(numbers.isfinite(), numbers, 0)
+        assert torch.equal(native.shrink(finite, [a])[:, 0], finite[:, 0].float())
+    got = native.shrink(bits.view(dtype).reshape(-1, 1), [torch.ones(1, 1)])[:, 0]
+    torch.testing.assert_close(got, bits.view(dtype).float(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("cols", [1, 16], ids=["one by one", "vectors"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=ids)
+def test_rounding_is_torchs(dtype, cols):
+    """fp32 numbers of every exponent, ties among them, to the nearest; ties to even; NaN stays."""
+    exponents = torch.arange(512, dtype=torch.int64).repeat_interleave(1024) << 23
+    low = torch.randint(0, 1 << 23, exponents.shape)
+    tie = torch.randint(0, 4, exponents.shape)
+    low = torch.where(
+        tie == 0, (low & ~0xFFFF) | 0x8000, torch.where(tie == 1, (low & ~0x1FFF) | 0x1000, low)
+    )
+    bits = exponents + low
+    s = (
+        torch.where(bits >= 2**31, bits - 2**32, bits)
+        .to(torch.int32)
+        .view(torch.float32)
+        .reshape(-1, 1)
+    )
+    got = native.expand(torch.zeros(len(s), cols, dtype=dtype), s, torch.ones(cols, 1), 1.0)
+    want = s.to(dtype).expand(-1, cols)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))

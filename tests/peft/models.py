@@ -118,10 +118,22 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor], bar: float = 1e
 
 
 def assert_parity(fused: nn.Module, reference: nn.Module, bar: float = 1e-5) -> None:
-    """Forward and every gradient of the fused model against PEFT's."""
-    want = step(reference)
+    """Forward and every gradient of the fused model against PEFT's.
+
+    Two fp32 results of one deep model may differ by more than ``bar`` where the model amplifies
+    rounding; then the fused one must be within twice PEFT's own error against fp64.
+    """
+    want, got = step(reference), step(fused)
     assert len(want) > 1, "nothing is trained"
-    assert_same(step(fused), want, bar)
+    assert got.keys() == want.keys()
+    exact: dict[str, Tensor] = {}
+    for name in want:
+        assert got[name].dtype == want[name].dtype
+        if relative_error(got[name], want[name]) > bar:
+            exact = exact or step(copy.deepcopy(reference).double())
+            unfused = relative_error(want[name], exact[name])
+            error = relative_error(got[name], exact[name])
+            assert error <= 2.0 * unfused, f"{name}: {error:.3g} beyond twice PEFT's {unfused:.3g}"
 
 
 def kinds(model: nn.Module) -> dict[str, int]:

@@ -1,0 +1,237 @@
+"""Shrink, GEMM, the dY pass and the X pass, together as a backend runs them, against fp64."""
+
+import dataclasses
+
+import pytest
+import torch
+from fastlora.kernels import config, grad_dy, grad_x, linear, reduce
+from fastlora.ops.dropout import dropout, keep_mask
+
+from tests.helpers import relative_error
+
+from . import cases
+from .cases import DTYPES, backward, case, check, forward, run
+
+pytestmark = pytest.mark.usefixtures("poisoned_empty")
+
+# (M, K, out_features, ranks)
+SHAPES = {
+    "one": (1, 1, (1,), (1,)),
+    "17x63": (17, 63, (17,), (4,)),
+    "rows-of-tiles": (70, 100, (130,), (8,)),
+    "qkv": (33, 96, (96, 40, 17), (8, 8, 8)),
+    "qkv-ranks": (9, 63, (17, 65, 1), (1, 13, 4)),
+    "rank-64": (66, 80, (72,), (64,)),
+    "rank-70": (20, 64, (64, 16), (70, 3)),
+    "split-k": (5, 1504, (33,), (16,)),
+}
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_fp64(dtype, shape, dropout_p):
+    check(case(*SHAPES[shape], DTYPES[dtype], dropout_p))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", ["qkv", "rank-70"])
+def test_fp32_adapters_keep_their_bits(dtype, shape, dropout_p):
+    """The factors' gradients are as good as fp32's own: 2e-5, where a factor rounded to bf16 gives 2e-3."""
+    c = case(*SHAPES[shape], DTYPES[dtype], dropout_p, adapter_dtype=torch.float32)
+    check(c)
+    got = run(c)
+    wide = dataclasses.replace(
+        c,
+        x=c.x.float(),
+        dys=[dy.float() for dy in c.dys],
+        parts=[(w.float(), a, b, scaling, bias) for w, a, b, scaling, bias in c.parts],
+    )
+    expected = run(wide)
+    for name in got:
+        if name.startswith(("dA", "dB")):
+            error = (got[name] - expected[name]).norm() / expected[name].norm()
+            assert error < 2e-5, name
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_two_runs_give_the_same_bits(dropout_p):
+    c = case(70, 100, (65, 33), (8, 4), torch.bfloat16, dropout_p)
+    first, second = run(c), run(c)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_no_rows(dropout_p):
+    c = case(0, 16, (8, 24), (4, 2), torch.float32, dropout_p)
+    result = run(c)
+    assert result["y1"].shape == (0, 24)
+    assert result["dx"].shape == (0, 16)
+    assert torch.equal(result["dA0"], torch.zeros(4, 16))
+    assert torch.equal(result["dB1"], torch.zeros(24, 2))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_only_what_is_needed(dropout_p):
+    """Each result alone is the one of the full run, and what is not needed is None."""
+    c = case(20, 65, (33, 40), (4, 8), torch.float32, dropout_p)
+    _, s = forward(c)
+    dx, dAs, dBs = backward(c, s)
+    none = [None, None]
+
+    got = backward(c, None, need_dA=[False, False], need_dB=[False, False], x=False)
+    assert torch.equal(got[0], dx)
+    assert got[1:] == (none, none)
+
+    got = backward(c, None, need_dx=False, need_dA=[False, True], need_dB=[False, False])
+    assert got[0] is None and got[1][0] is None and got[2] == none
+    torch.testing.assert_close(got[1][1], dAs[1], rtol=1e-5, atol=1e-5)
+
+    got = backward(c, s, need_dx=False, need_dA=[False, False], need_dB=[True, False], x=False)
+    assert got[0] is None and got[1] == none and got[2][1] is None
+    assert torch.equal(got[2][0], dBs[0])
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_an_output_that_was_not_used(dropout_p):
+    """A missing dY counts as zero for dX, and its factors get no gradient; masks stay with their projections."""
+    c = case(20, 64, (33, 40, 17), (4, 8, 4), torch.float32, dropout_p)
+    _, s = forward(c)
+    dys = [c.dys[0], None, c.dys[2]]
+    dx, dAs, dBs = backward(c, s, dys=dys)
+    assert dAs[1] is None and dBs[1] is None
+    zero = backward(c, s, dys=[c.dys[0], torch.zeros_like(c.dys[1]), c.dys[2]])
+    torch.testing.assert_close(dx, zero[0], rtol=1e-5, atol=1e-5)
+    for i in (0, 2):
+        torch.testing.assert_close(dAs[i], zero[1][i], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(dBs[i], zero[2][i], rtol=1e-5, atol=1e-5)
+    assert backward(c, s, dys=[None] * 3) == (None, [None] * 3, [None] * 3)
+
+
+def _spread(t: torch.Tensor) -> torch.Tensor:
+    """The same values in rows that are further apart, the gaps filled with NaN."""
+    wide = torch.full((t.shape[0], t.shape[1] + 5), float("nan"), dtype=t.dtype)
+    wide[:, : t.shape[1]] = t.detach()
+    return wide[:, : t.shape[1]]
+
+
+def _turned(t: torch.Tensor) -> torch.Tensor:
+    """The same values as a transposed view: a Conv1D weight, an uncooperative activation."""
+    return t.detach().t().contiguous().t()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("layout", [_spread, _turned], ids=["spread", "transposed"])
+def test_layouts_do_not_change_a_bit(layout, dropout_p):
+    c = case(35, 70, (65, 20), (8, 4), torch.bfloat16, dropout_p)
+    strided = dataclasses.replace(
+        c,
+        x=layout(c.x),
+        dys=[layout(dy) for dy in c.dys],
+        parts=[(layout(w), layout(a), layout(b), scale, bias) for w, a, b, scale, bias in c.parts],
+    )
+    expected, got = run(c), run(strided)
+    for name in expected:
+        torch.testing.assert_close(got[name], expected[name], rtol=0, atol=0)
+
+
+def test_expanded_gradient():
+    """The gradient of a sum is one element, expanded."""
+    c = case(20, 33, (17,), (4,))
+    ones = dataclasses.replace(c, dys=[torch.ones(1, 1).expand(20, 17)])
+    plain = dataclasses.replace(c, dys=[torch.ones(20, 17)])
+    expected, got = run(plain), run(ones)
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, interpreting
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_gradients_pass_through(bad, dropout_p):
+    """A loss scaler must see them: in every gradient they touch, and in no other row of dX."""
+    c = case(10, 33, (17,), (4,), torch.float16, dropout_p)
+    c.dys[0][3, 5] = bad
+    result = run(c)
+    assert not result["dx"][3].isfinite().any()
+    assert result["dx"][[0, 1, 2, 4]].isfinite().all()
+    assert not result["dB0"][5].isfinite().any()
+    assert not result["dA0"].isfinite().all()
+
+
+def _tiles(table):
+    return [
+        pytest.param(tile, id=name) for name, tile in table.items() if name != "interpreted"
+    ]
+
+
+@pytest.mark.parametrize("tile", _tiles(config.GEMM))
+def test_gemm_tiles(tile, monkeypatch):
+    """The tiles that GPUs use, each once: every one masks its overrun."""
+    monkeypatch.setitem(config.GEMM, "interpreted", tile)
+    check(case(tile.m + 3, tile.k + 5, (tile.n + 7,), (20,), bias=True))
+
+
+@pytest.mark.parametrize("tile", _tiles(config.SHRINK))
+def test_shrink_tiles(tile, monkeypatch):
+    monkeypatch.setitem(config.SHRINK, "interpreted", tile)
+    c = case(tile.m + 3, tile.k + 3, (1, 1), (70, 9), torch.float32, 0.1)
+    _, s = forward(c)
+    exact = [
+        dropout(c.x.double(), seed, 0.1) @ part[1].detach().double().t()
+        for seed, part in zip(c.seeds, c.parts, strict=True)
+    ]
+    assert relative_error(s, torch.cat(exact, 1)) < 1e-6
+
+
+@pytest.mark.parametrize("tile", _tiles(config.GRAD_DY))
+def test_grad_dy_tiles(tile, monkeypatch):
+    monkeypatch.setitem(config.GRAD_DY, "interpreted", tile)
+    dy, s, b = torch.randn(tile.m + 3, tile.n + 3), torch.randn(tile.m + 3, 70), torch.randn(tile.n + 3, 70)
+    ds = torch.empty_like(s)
+    db = grad_dy.grad_dy(dy, s, b, 0.5, ds, True)
+    assert relative_error(ds, 0.5 * dy.double() @ b.double()) < 1e-6
+    assert relative_error(db, 0.5 * dy.double().t() @ s.double()) < 1e-6
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("tile", _tiles(config.X_PASS))
+def test_x_pass_tiles(tile, dropout_p, monkeypatch):
+    """Two projections in one pass where they fit, and a rank that no pass holds."""
+    monkeypatch.setitem(config.X_PASS, "interpreted", tile)
+    M, K = tile.m + 3, tile.k + 3
+    x, seeds = torch.randn(M, K), torch.tensor([3, -4])
+    for ranks in ((9, 9), (70, 5)):
+        As = [torch.randn(r, K) for r in ranks]
+        ds = torch.randn(M, sum(ranks))
+        dx = torch.randn(M, K) if dropout_p else None
+        base = dx.double() if dropout_p else None
+        das = grad_x.x_pass(x, ds, As, dropout_p, seeds, dx, [True, True])
+        for seed, ds_i, a, da in zip(seeds, ds.split(ranks, 1), As, das, strict=True):
+            keep = keep_mask(seed, M, K, dropout_p) / (1 - dropout_p)
+            assert relative_error(da, ds_i.double().t() @ (x * keep.double())) < 1e-6
+            if base is not None:
+                base += keep.double() * (ds_i.double() @ a.double())
+        if base is not None:
+            assert relative_error(dx, base) < 1e-6
+
+
+def test_gemm_sums_several_products():
+    xs = [torch.randn(20, k) for k in (33, 64)]
+    ws = [torch.randn(17, k) for k in (33, 64)]
+    expected = sum(x.double() @ w.double().t() for x, w in zip(xs, ws, strict=True))
+    torch.testing.assert_close(linear.gemm(xs, ws, None, None, None).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_reduction_order_is_the_parts_order():
+    """1e8 + 1 - 1e8 in fp32, part by part, is 0; any other order gives 1."""
+    partial = torch.tensor([1e8, 1.0, -1e8]).view(3, 1, 1)
+    out = torch.empty(1, 1)
+    reduce.reduce_parts(partial, out, scale=3.0)
+    assert out.item() == 0.0
+
+
+def test_dtype_is_checked():
+    c = cases.case(3, 8, (8,), (2,))
+    with pytest.raises(TypeError, match="x has dtype torch.float64"):
+        forward(dataclasses.replace(c, x=c.x.double()))
