@@ -24,6 +24,7 @@ from rich.table import Table
 import fastlora
 from examples import translation_data
 from fastlora.finetune import Result, load_model, load_tokenizer, parse, run
+from fastlora.finetune.encoding import Prompting
 from fastlora.finetune.report import write_metrics
 from fastlora.finetune.rows import read_rows, split_rows
 from fastlora.memory import saved_for_backward
@@ -110,7 +111,7 @@ def show_comparison(found: dict[str, Any]) -> None:
     step, saved = found["step_seconds"], found["saved_for_backward_bytes"]
     loss = found["loss_without_dropout"]
     table.add_row(
-        "step, median of 7",
+        f"step, median of {REPEATS}",
         f"{step['peft']:.2f} s",
         f"{step['fastlora']:.2f} s",
         f"{step['peft'] / step['fastlora']:.2f} × as fast",
@@ -160,13 +161,12 @@ def fine_tune(arguments: argparse.Namespace, data: Path, prompts: list[dict[str,
             "eval_on_start": True,
             "save_strategy": "no",
             "report_to": "none",
+            "dataloader_pin_memory": torch.cuda.is_available(),
             "seed": 0,
         }
     )
     tokenizer = load_tokenizer(settings.model)
     model = load_model(settings.model)
-    from fastlora.finetune.encoding import Prompting
-
     prompting = Prompting.choose(tokenizer, settings.data.prompt_template)
     for prompt in prompts:
         prompt["before"] = answer(model, tokenizer, prompting.prompt_ids(prompt["input"]))

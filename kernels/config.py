@@ -61,8 +61,8 @@ GEMM = {
     # fp32 rounded to TF32 in tensor cores: as half_square with twice the bytes an element.
     "tf32": Tile(128, 128, 32, 8, 3),
     "tf32_16": Tile(16, 64, 64, 4, 3),
-    # The interpreter's cost is the number of programs and steps: 64-wide all round.
-    "interpreted": Tile(64, 64, 64, 4, 1),
+    # The interpreter's cost is the number of programs and steps, about 1 ms an operation: wide tiles.
+    "interpreted": Tile(64, 128, 128, 4, 1),
 }
 
 
@@ -98,12 +98,12 @@ SHRINK = {
     "half_64": Tile(128, 64, 64, 8, 3),
     # With masks it is bound by Philox instead: 8 warps share the rounds, whose words take 64 registers a thread at 4.
     "half_90_dropout": Tile(64, 64, 128, 8, 3),
-    # Before wgmma operands pass through registers: half the step, or it spills at 64 ranks.
-    "half_80_dropout": Tile(64, 64, 64, 8, 3),
+    # Before wgmma operands pass through registers: a quarter of the tile, or it spills at 64 ranks.
+    "half_80_dropout": Tile(32, 64, 64, 8, 3),
     "half_16": Tile(16, 64, 128, 4, 4),
     "half_odd": Tile(64, 64, 64, 8, 2),
     "fp32": Tile(32, 64, 64, 8, 2),
-    "interpreted": Tile(64, 64, 64, 4, 1),
+    "interpreted": Tile(64, 64, 256, 4, 1),
 }
 
 
@@ -132,7 +132,7 @@ GRAD_DY = {
     "half_80": Tile(64, 64, 64, 8, 3),
     "half_odd": Tile(64, 64, 32, 8, 2),
     "fp32": Tile(32, 64, 32, 8, 2),
-    "interpreted": Tile(64, 64, 64, 4, 1),
+    "interpreted": Tile(64, 128, 64, 4, 1),
 }
 
 
@@ -161,7 +161,7 @@ X_PASS = {
     "half_odd": Tile(32, 64, 64, 8, 2),
     "fp32": Tile(32, 64, 64, 8, 2),
     "fp32_dropout": Tile(32, 32, 32, 8, 2),  # as half_90_dropout, and operands of FMAs in registers too
-    "interpreted": Tile(64, 64, 64, 4, 1),
+    "interpreted": Tile(64, 64, 256, 4, 1),
 }
 
 

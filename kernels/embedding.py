@@ -16,7 +16,7 @@ import triton.language as tl
 from . import config
 from .grad_dy import grad_dy
 from .launch import ceil_div, check_dtype, launch, pad_rank, precision, row_major
-from .numeric import cast, dot
+from .numeric import cast, dot, widen
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -45,7 +45,7 @@ def _embedding_kernel(
     acc *= tl.cast(scale, tl.float32)
 
     w_pointers = w + token[:, None] * ld_w + columns[None, :]
-    base = tl.load(w_pointers, mask=known[:, None] & (columns[None, :] < D), other=0.0).to(tl.float32)
+    base = widen(tl.load(w_pointers, mask=known[:, None] & (columns[None, :] < D), other=0.0))
     acc = tl.where(known[:, None], acc + base, float("nan"))
     inside = (rows[:, None] < M) & (columns[None, :] < D)
     tl.store(y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from . import config
 from .launch import ceil_div, check_dtype, launch
-from .numeric import cast
+from .numeric import cast, widen
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
@@ -47,8 +47,8 @@ def _glu_forward_kernel(
     row = pid // tiles
     c = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
-    g = tl.load(gate + row * ld_gate + c, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * ld_up + c, mask=inside, other=0.0).to(tl.float32)
+    g = widen(tl.load(gate + row * ld_gate + c, mask=inside, other=0.0))
+    u = widen(tl.load(up + row * ld_up + c, mask=inside, other=0.0))
     value, _ = _activation(g, KIND)
     tl.store(h + row * columns + c, cast(value * u, h.dtype.element_ty), mask=inside)
 
@@ -62,9 +62,9 @@ def _glu_backward_kernel(
     row = pid // tiles
     c = pid % tiles * BLOCK + tl.arange(0, BLOCK)
     inside = c < columns
-    d = tl.load(dh + row * ld_dh + c, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(gate + row * ld_gate + c, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + row * ld_up + c, mask=inside, other=0.0).to(tl.float32)
+    d = widen(tl.load(dh + row * ld_dh + c, mask=inside, other=0.0))
+    g = widen(tl.load(gate + row * ld_gate + c, mask=inside, other=0.0))
+    u = widen(tl.load(up + row * ld_up + c, mask=inside, other=0.0))
     value, slope = _activation(g, KIND)
     out = row * columns + c
     tl.store(dgate + out, cast(d * u * slope, dgate.dtype.element_ty), mask=inside)

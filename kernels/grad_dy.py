@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import config
 from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major
-from .numeric import split_dot
+from .numeric import split_dot, widen
 from .reduce import reduce_parts
 
 
@@ -35,7 +35,7 @@ def _grad_dy_kernel(
     n_r_inside = (columns[:, None] < N) & (ranks[None, :] < rank)
     if NEED_DS:
         b_tile = tl.load(b + columns[:, None] * ld_b + ranks[None, :], mask=n_r_inside, other=0.0)
-        b_tile = b_tile.to(tl.float32)  # [BLOCK_N, BLOCK_R]
+        b_tile = widen(b_tile)  # [BLOCK_N, BLOCK_R]
         ds += pid_n.to(tl.int64) * ds_part_stride
     if NEED_DB:
         db_acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)

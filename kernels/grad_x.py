@@ -21,7 +21,7 @@ from . import config
 from .dropout import keep_mask, threshold_of
 from .launch import aligned, ceil_div, launch, pad_rank, precision, processors, row_major, stack_rows
 from .linear import gemm
-from .numeric import cast, split_left_dot
+from .numeric import cast, split_left_dot, widen
 from .reduce import reduce_parts
 
 
@@ -91,7 +91,7 @@ def _x_pass_kernel(
                     )  # fmt: skip
             if NEED_DX:
                 dx_pointers = dx + rows[:, None] * ld_dx + columns[None, :]
-                base = tl.load(dx_pointers, mask=m_k_inside, other=0.0).to(tl.float32)
+                base = widen(tl.load(dx_pointers, mask=m_k_inside, other=0.0))
                 total = cast(base + update * tl.cast(inv_keep, tl.float32), dx.dtype.element_ty)
                 tl.store(dx_pointers, total, mask=m_k_inside)
         else:

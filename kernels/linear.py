@@ -16,7 +16,7 @@ import triton.language as tl
 
 from . import config
 from .launch import aligned, ceil_div, launch, matrix_layout, pad_rank, precision, row_major
-from .numeric import cast, dot, split_left_dot
+from .numeric import cast, dot, split_left_dot, widen
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -90,7 +90,7 @@ def _gemm_kernel(
             acc = split_left_dot(s_tile, cast(b_tile, half), acc, False, PRECISION)
 
     if HAS_BIAS:
-        acc += tl.load(bias + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
+        acc += widen(tl.load(bias + columns, mask=columns < N, other=0.0))[None, :]
     inside = (rows[:, None] < M) & (columns[None, :] < N)
     tl.store(y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside)
 

@@ -12,11 +12,20 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
+def widen(x):
+    """x (any float type) in fp32."""
+    if INTERPRETED:
+        if x.dtype == tl.bfloat16:  # exact either way, and many times quicker than the interpreter's cast
+            return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b in fp32."""
     if INTERPRETED:
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
+        a = widen(a)
+        b = widen(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
@@ -27,8 +36,8 @@ def cast(x, dtype: tl.constexpr):
         if dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
             x = x.to(tl.float32)
             bits = x.to(tl.uint32, bitcast=True)
-            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
-            x = tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
+            bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+            return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 
@@ -42,7 +51,7 @@ def split_dot(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     high = cast(b, a.dtype)
     acc = dot(a, high, acc, PRECISION)
     if SPLIT and a.dtype != tl.float32:
-        acc = dot(a, cast(b - high.to(tl.float32), a.dtype), acc, PRECISION)
+        acc = dot(a, cast(b - widen(high), a.dtype), acc, PRECISION)
     return acc
 
 
@@ -52,6 +61,6 @@ def split_left_dot(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr)
     high = cast(a, b.dtype)
     acc = dot(tl.trans(high) if TRANSPOSED else high, b, acc, PRECISION)
     if b.dtype != tl.float32:
-        low = cast(a - high.to(tl.float32), b.dtype)
+        low = cast(a - widen(high), b.dtype)
         acc = dot(tl.trans(low) if TRANSPOSED else low, b, acc, PRECISION)
     return acc

@@ -17,7 +17,7 @@ import triton.language as tl
 from . import config
 from .dropout import keep_mask, threshold_of
 from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major, stack_rows
-from .numeric import split_dot
+from .numeric import split_dot, widen
 from .reduce import reduce_parts
 
 
@@ -61,7 +61,7 @@ def _shrink_kernel(
             keep = keep_mask(seed, rows, quads, quads_per_row, threshold)
             x_tile = tl.where(keep, x_tile, tl.zeros_like(x_tile))
             quads += BLOCK_K // 4
-        acc = split_dot(x_tile, tl.trans(a_tile.to(tl.float32)), acc, SPLIT, PRECISION)
+        acc = split_dot(x_tile, tl.trans(widen(a_tile)), acc, SPLIT, PRECISION)
         x_pointers += BLOCK_K
         a_pointers += BLOCK_K
     if DROPOUT:

@@ -26,8 +26,10 @@ static void grad_dy_columns(const GradDyArgs& args, Range range, int64_t row0, i
       const int64_t count = min64(ROWS, rows - m);
       const T* here = dy + (row0 + m) * args.lddy + first;
       if (m + ROWS < rows) prefetch(here + ROWS * args.lddy, args.lddy, min64(ROWS, rows - m - ROWS), n);
-      widen_block(here, args.lddy, count, n, block);
-      if (args.ds != nullptr) product<false>(count, width, n, block, COLS, factor, width, Add<float>{partial + m * width, width, width});
+      const Block source = fp32_block(here, args.lddy, count, n, block);
+      if (args.ds != nullptr) {
+        product<false>(count, width, n, source.x, source.ld, factor, width, Add<float>{partial + m * width, width, width});
+      }
       if (args.db != nullptr) {
         const float* s = args.s + (row0 + m) * args.lds;
         int64_t lds = args.lds;
@@ -35,7 +37,7 @@ static void grad_dy_columns(const GradDyArgs& args, Range range, int64_t row0, i
           pack_rows(s, lds, count, args.r, 1.0f, padded, width);
           s = padded, lds = width;
         }
-        product<true>(n, width, count, block, COLS, s, lds, Add<float>{gradient, width, width});
+        product<true>(n, width, count, source.x, source.ld, s, lds, Add<float>{gradient, width, width});
       }
     }
     if (args.db != nullptr) {

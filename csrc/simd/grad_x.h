@@ -47,7 +47,8 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
       D* dx_here = dx + m * args.lddx + first;
       if (any_da) prefetch(x_here + ROWS * args.ldx, args.ldx, ahead, n);
       if (dx != nullptr) prefetch(dx_here + ROWS * args.lddx, args.lddx, ahead, n);
-      if (any_da && !dropout) widen_block(x_here, args.ldx, rows, n, block);
+      Block source{block, COLS};
+      if (any_da && !dropout) source = fp32_block(x_here, args.ldx, rows, n, block);
 
       if (dx != nullptr && !in_place) widen_block(dx_here, args.lddx, rows, n, memory.sum);
 
@@ -73,7 +74,7 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
             pack_rows(ds, args.ldds, rows, one.r, 1.0f, memory.padded, padded);
             right = memory.padded, ld = padded;
           }
-          product<true>(n, padded, rows, block, COLS, right, ld, Add<float>{memory.gradient + offset, width, padded});
+          product<true>(n, padded, rows, source.x, source.ld, right, ld, Add<float>{memory.gradient + offset, width, padded});
         }
         const auto add_to_dx = [&](auto to) {
           if (dropout) {

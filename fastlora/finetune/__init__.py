@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .arguments import Settings, parse
     from .models import load_model, load_tokenizer
-    from .run import Result, run
+    from .running import Result, run
 
 __all__ = ["Result", "Settings", "load_model", "load_tokenizer", "main", "parse", "run"]
 
 _HOMES = {
     "Settings": "arguments",
     "parse": "arguments",
-    "Result": "run",
+    "Result": "running",
     "load_model": "models",
     "load_tokenizer": "models",
-    "run": "run",
+    "run": "running",
 }
 
 

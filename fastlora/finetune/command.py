@@ -10,7 +10,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """See `fastlora.finetune.main`."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     from .arguments import parse
-    from .run import prepare, train
+    from .running import prepare, train
 
     try:
         prepared = prepare(parse(arguments))

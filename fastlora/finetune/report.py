@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .checkpoints import write_json, write_whole
 
 if TYPE_CHECKING:
-    from .run import Prepared
+    from .running import Prepared
     from .trainer import LoRATrainer
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from .. import functional
+from . import few_rows
 from .layers import _DENSE, FusedLoraLinear, LinearTerms, hooked, linear_terms
 from .source import GatedMLP, gated_mlp, shared_inputs
 
@@ -181,6 +182,8 @@ def _mlp(parent: nn.Module, state: ParentState, mlp: GatedMLP, x: Any) -> Tensor
     if isinstance(operands, str):
         return None
     kind, gate, up, down = operands
+    if few_rows.few(x, gate.dropout_p, state.backend):
+        return None
     return functional.lora_mlp(
         x,
         gate[:5],

@@ -22,12 +22,12 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional
+from . import few_rows
 from .merging import Merged, MergesExactly
 from .source import embedding_is_scaled
 
 _log = logging.getLogger("fastlora")
 _DENSE = frozenset({Tensor, Parameter})  # not DTensor, not a quantised subclass
-_DROPOUTS = frozenset({nn.Dropout, nn.Identity})
 
 DISABLED = "the adapters are disabled"
 MERGED = "the adapters are merged into the base weight"
@@ -90,19 +90,20 @@ def active_adapter(layer: LoraLayer, holder: Iterable[str]) -> tuple[str, str]:
     return "", SEVERAL if present else ABSENT
 
 
-def is_variant(layer: LoraLayer, name: str) -> bool:
-    """Whether the adapter is DoRA or another variant, with a forward of its own."""
-    return name in getattr(layer, "lora_variant", ()) or bool(layer.use_dora.get(name))
-
-
-def variant_reason(layer: LoraLayer, name: str) -> str:
+def variant_of(layer: LoraLayer, name: str) -> str:
+    """What an adapter is if it has a forward of its own (DoRA and others); empty for plain LoRA."""
     variant = getattr(layer, "lora_variant", {}).get(name)
-    kind = type(variant).__name__ if variant is not None else "DoRA"
-    return f"adapter {name!r} is a variant of LoRA ({kind})"
+    if variant is not None or layer.use_dora.get(name):
+        kind = "DoRA" if variant is None else type(variant).__name__
+        return f"adapter {name!r} is a variant of LoRA ({kind})"
+    return ""
 
 
 def linear_terms(layer: Linear) -> LinearTerms | str:
-    """Operands of a linear LoRA layer as it stands, or the reason for leaving it to PEFT."""
+    """Operands of a linear LoRA layer as it stands, or the reason for leaving it to PEFT.
+
+    Runs on every call: attribute look-ups go past ``nn.Module.__getattr__`` where they can.
+    """
     if layer._disable_adapters:
         return DISABLED
     if layer.merged_adapters:
@@ -112,26 +113,33 @@ def linear_terms(layer: Linear) -> LinearTerms | str:
     active = layer._active_adapter
     if type(active) is not str:
         active = active[0] if len(active) == 1 else ""
-    lora_A = As.get(active)
-    if lora_A is None:
+    if active not in As:
         active, reason = active_adapter(layer, As)
         if reason:
             return reason
-        lora_A = As[active]
-    if is_variant(layer, active):
-        return variant_reason(layer, active)
-    base, dropout = modules["base_layer"], modules["lora_dropout"]._modules[active]
+    if layer.use_dora.get(active) or layer.__dict__.get("lora_variant"):
+        if reason := variant_of(layer, active):
+            return reason
+    base, lora_A = modules["base_layer"], As[active]
     lora_B = modules["lora_B"]._modules[active]
+    dropout = modules["lora_dropout"]._modules[active]
     if hooked(base) or hooked(lora_A) or hooked(lora_B) or hooked(dropout):
         return "its base layer, lora_A, lora_B or dropout module carries a hook"
     if type(lora_A) is not nn.Linear or type(lora_B) is not nn.Linear:
         return "lora_A or lora_B is not a plain nn.Linear (parametrised?)"
-    if type(dropout) not in _DROPOUTS:
+    if type(dropout) is nn.Identity:
+        p = 0.0
+    elif type(dropout) is nn.Dropout:
+        p = dropout.p if dropout.training else 0.0
+        if p >= 1.0:
+            return "its dropout drops everything"
+    else:
         return f"its dropout is {type(dropout).__name__}, not nn.Dropout"
-    weight = base._parameters.get("weight")
-    if weight is None:  # FSDP1 puts plain tensors in the parameters' place
-        weight = base.weight
-    A, B = lora_A.weight, lora_B.weight
+    if type(base) is not nn.Linear and type(base) is not Conv1D:
+        return base_reason(base)
+    weight, bias = _parameter(base, "weight"), _parameter(base, "bias")
+    A, B = _parameter(lora_A, "weight"), _parameter(lora_B, "weight")
+    bias_B = _parameter(lora_B, "bias")
     if type(weight) not in _DENSE or type(A) not in _DENSE or type(B) not in _DENSE:
         return f"its weights are not plain tensors ({type(weight).__name__}, {type(A).__name__})"
     if weight.requires_grad:
@@ -140,15 +148,16 @@ def linear_terms(layer: Linear) -> LinearTerms | str:
         return "its base weight is on the meta device"
     if type(base) is Conv1D:
         weight = weight.t()
-    elif type(base) is not nn.Linear:
-        return base_reason(base)
-    scaling, bias = layer.scaling[active], base.bias
-    if lora_B.bias is not None:
-        bias = lora_B.bias * scaling if bias is None else bias + lora_B.bias * scaling
-    p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
-    if p >= 1.0:
-        return "its dropout drops everything"
+    scaling = layer.scaling[active]
+    if bias_B is not None:
+        bias = bias_B * scaling if bias is None else bias + bias_B * scaling
     return LinearTerms(weight, A, B, scaling, bias, p)
+
+
+def _parameter(module: nn.Module, name: str) -> Any:
+    parameters = module._parameters
+    # FSDP1 takes parameters out of the dictionary and puts plain tensors in their place.
+    return parameters[name] if name in parameters else getattr(module, name)
 
 
 def linear_can_be_fused(base: nn.Module) -> str:
@@ -196,12 +205,14 @@ class FusedLoraLinear(MergesExactly, Linear):
         if type(terms) is str or type(x) not in _DENSE:
             fall_back(state, terms if type(terms) is str else "x is not a plain tensor")
             return Linear.forward(self, x)
+        weight, lora_A, lora_B, scaling, bias, p = terms
+        if few_rows.few(x, p, state.backend):
+            return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
         scope = state.scope
         if scope is not None:
             y = scope.take(self, x, terms)
             if y is not None:
                 return y
-        weight, lora_A, lora_B, scaling, bias, p = terms
         return functional.lora_linear(
             x, weight, lora_A, lora_B, scaling, bias, dropout_p=p, backend=state.backend
         )
@@ -228,8 +239,8 @@ def embedding_terms(layer: Embedding) -> EmbeddingTerms | str:
     active, reason = active_adapter(layer, As)
     if reason:
         return reason
-    if is_variant(layer, active):
-        return variant_reason(layer, active)
+    if reason := variant_of(layer, active):
+        return reason
     base = layer.base_layer
     if hooked(base):
         return "its base layer carries a hook"

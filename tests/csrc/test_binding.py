@@ -103,7 +103,7 @@ def test_unknown_instruction_set_is_refused():
     code = f"""
 import importlib.machinery as machinery, importlib.util as util
 loader = machinery.ExtensionFileLoader("fastlora._C", {_C.__file__!r})
-util.module_from_spec(util.spec_from_loader("fastlora._C", loader))
+loader.exec_module(util.module_from_spec(util.spec_from_loader("fastlora._C", loader)))
 """
     done = in_a_process("sse9", code)
     assert done.returncode != 0

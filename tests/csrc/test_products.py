@@ -11,8 +11,8 @@ from tests.csrc import native
 from tests.csrc.native import dropped, poisoned, strided
 
 DTYPES = list(native.CODES)
-# Sums of up to 1600 products of normal numbers, in fp32: the largest error over the root mean square.
-FP32 = 6e-6
+# Four units in the last place of fp32, of the sum of the terms' magnitudes.
+FP32 = 5e-7
 # Half a unit in the last place, relative: results are rounded once.
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
@@ -21,14 +21,21 @@ def ids(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor, size: torch.Tensor) -> None:
+    """Within one rounding of the result and FP32 of `size`, the sum of the magnitudes of what was added."""
     assert got.shape == want.shape
     if want.numel() == 0:
         return
-    slack = ROUNDING[got.dtype] * want.abs() + FP32 * want.square().mean().sqrt()
-    excess = (got.double() - want).abs() - slack
+    excess = (got.double() - want).abs() - ROUNDING[got.dtype] * want.abs() - FP32 * size
     assert not excess.isnan().any(), "an element was not written, or read beyond its matrix"
     assert excess.max() <= 0, f"error exceeds the bar by {excess.max():.3e}"
+
+
+def assert_product(got, a, b, *, plus=0.0):
+    """got = plus + a @ b."""
+    a, b = a.double(), b.double()
+    plus = torch.as_tensor(plus).double()
+    assert_close(got, plus + a @ b, plus.abs() + a.abs() @ b.abs())
 
 
 class Case:
@@ -56,30 +63,31 @@ class Case:
 
     def check_shrink(self, p, threads):
         got = native.shrink(self.x, self.a, self.seeds, p, threads, self.extra)
-        pairs = zip(self.a, self.seeds)
-        assert_close(got, torch.cat([dropped(self.x, p, k) @ a.double().T for a, k in pairs], 1))
+        for part, a, seed in zip(got.split(self.ranks, dim=1), self.a, self.seeds):
+            assert_product(part, dropped(self.x, p, seed), a.T)
 
     def check_expand(self, threads):
         s = self.s[:, : self.ranks[0]]
-        want = self.y.double() + 0.7 * s.double() @ self.b.double().T
         got = native.expand(strided(self.y, self.extra), s, self.b, 0.7, threads)
-        assert_close(got, want)
+        assert_product(got, 0.7 * s.double(), self.b.T, plus=self.y)
 
     def check_grad_dy(self, threads):
         s = self.s[:, : self.ranks[0]]
         ds, db = native.grad_dy(self.x, s, self.b, 0.7, threads=threads, extra=self.extra)
-        assert_close(ds, 0.7 * self.x.double() @ self.b.double())
-        assert_close(db, 0.7 * self.x.double().T @ s.double())
+        assert_product(ds, 0.7 * self.x.double(), self.b)
+        assert_product(db, 0.7 * self.x.double().T, s)
 
     def check_grad_x(self, p, threads):
         dx = strided(self.y, self.extra)
-        want = self.y.double()
+        want, size = self.y.double(), self.y.double().abs()
         das = native.grad_x(self.x, self.s, self.a, dx, self.seeds, p, threads=threads)
         parts = self.s.split(self.ranks, dim=1)
         for da, a, ds, seed in zip(das, self.a, parts, self.seeds):
-            assert_close(da, ds.double().T @ dropped(self.x, p, seed))
-            want = want + dropped(ds.double() @ a.double(), p, seed)
-        assert_close(dx, want)
+            ds, a = ds.double(), a.double()
+            assert_product(da, ds.T, dropped(self.x, p, seed))
+            want = want + dropped(ds @ a, p, seed)
+            size = size + ds.abs() @ a.abs() / (1 - p)
+        assert_close(dx, want, size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=ids)
@@ -89,8 +97,8 @@ def test_ranks(rank, p, dtype):
     Case(53, 131, [rank], dtype, torch.float32).check(p, threads=2)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 47, 48, 49, 97])
-@pytest.mark.parametrize("cols", [1, 2, 7, 15, 16, 17, 31, 33, 95, 96, 97, 192, 1536])
+@pytest.mark.parametrize("rows", [1, 5, 12, 48, 49, 97])
+@pytest.mark.parametrize("cols", [1, 2, 15, 17, 31, 33, 96, 97, 1536])
 def test_shapes(rows, cols):
     Case(rows, cols, [16], torch.float32, torch.float32, extra=rows % 3).check(0.25, threads=2)
 
@@ -230,8 +238,8 @@ def test_more_than_two_to_the_31_elements():
     dx = torch.zeros(rows, cols)
     near = native.grad_x(far.clone(), case.s, case.a, dx.clone(), case.seeds, 0.1)
     assert torch.equal(native.grad_x(far, case.s, case.a, dx, case.seeds, 0.1)[0], near[0])
-    want = far.double() + 2.0 * case.s.double() @ case.b.double().T
-    assert_close(native.expand(far, case.s, case.b, 2.0), want)
+    before = far.clone()
+    assert_product(native.expand(far, case.s, case.b, 2.0), 2.0 * case.s, case.b.T, plus=before)
 
 
 def test_neighbours_are_left_alone():

@@ -28,31 +28,21 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    # fp16 takes the very path of bf16: some shapes will do.
+    [(d, s) for d in DTYPES for s in SHAPES if d != "fp16" or s in ("17x63", "qkv-ranks", "rank-64")],
+)
 def test_against_fp64(dtype, shape, dropout_p):
     check(case(*SHAPES[shape], DTYPES[dtype], dropout_p))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("shape", ["qkv", "rank-70"])
-def test_fp32_adapters_keep_their_bits(dtype, shape, dropout_p):
-    """The factors' gradients are as good as fp32's own: 2e-5, where a factor rounded to bf16 gives 2e-3."""
-    c = case(*SHAPES[shape], DTYPES[dtype], dropout_p, adapter_dtype=torch.float32)
-    check(c)
-    got = run(c)
-    wide = dataclasses.replace(
-        c,
-        x=c.x.float(),
-        dys=[dy.float() for dy in c.dys],
-        parts=[(w.float(), a, b, scaling, bias) for w, a, b, scaling, bias in c.parts],
-    )
-    expected = run(wide)
-    for name in got:
-        if name.startswith(("dA", "dB")):
-            error = (got[name] - expected[name]).norm() / expected[name].norm()
-            assert error < 2e-5, name
+def test_fp32_adapters_keep_their_bits(dtype, dropout_p):
+    """The factors' gradients are nearly fp32's: 2e-5, where a factor rounded to bf16 would give 2e-3."""
+    c = case(*SHAPES["qkv"], DTYPES[dtype], dropout_p, adapter_dtype=torch.float32)
+    check(c, factor_bar=2e-5)
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
