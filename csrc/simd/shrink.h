@@ -38,14 +38,8 @@ static void shrink_columns(const ShrinkArgs& args, Range range, int64_t row0, in
       if (m + ROWS < rows) prefetch(here + ROWS * args.ldx, args.ldx, min64(ROWS, rows - m - ROWS), n);
       float* out = partial + m * width;
       if (!args.dropout.on) {
-        const float* source = block;
-        int64_t ld = COLS;
-        if constexpr (sizeof(T) == sizeof(float)) {
-          source = here, ld = args.ldx;
-        } else {
-          widen_block(here, args.ldx, count, n, block);
-        }
-        product<false>(count, width, n, source, ld, factor, width, Add<float>{out, width, width});
+        const Block source = fp32_block(here, args.ldx, count, n, block);
+        product<false>(count, width, n, source.x, source.ld, factor, width, Add<float>{out, width, width});
         continue;
       }
       for (int p = 0; p < args.count; ++p) {

@@ -73,7 +73,8 @@ class LoraArguments:
     """The adapter, under PEFT's names."""
 
     _argument_group_name = "adapter"
-    r: int = _option("Rank.", default=8)
+    # torchrun reads a bare --r as one of its own options, cut short
+    r: int = _option("Rank; under torchrun, --lora_r.", default=8, aliases=["--lora_r"])
     lora_alpha: int = _option("Scaling is lora_alpha / r.", default=16)
     lora_dropout: float = _option("On the adapter's input, in [0, 1).", default=0.0)
     target_modules: list[str] | None = _option("Names of layers, or all-linear.")

@@ -59,7 +59,7 @@ def last_usable(output_dir: Path, world_size: int = 1) -> tuple[Path | None, lis
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir():
                 found.append((int(match[1]), path))
-    skipped = []
+    skipped: list[str] = []
     for _, path in sorted(found, reverse=True):
         reason = fault(path, world_size)
         if reason is None:
@@ -68,7 +68,7 @@ def last_usable(output_dir: Path, world_size: int = 1) -> tuple[Path | None, lis
     return None, skipped
 
 
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Have `write` fill a temporary file beside `path`, then rename it: readers see the old file or the new one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
@@ -86,7 +86,7 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write JSON whole or not at all; ValueError on NaN and infinities, which JSON does not have."""
     text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8") and None)
+    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def save_directory(save: Callable[[str], Any], directory: Path) -> None:

@@ -7,7 +7,7 @@ for single layers and :mod:`fastlora.peft.groups` for layers computed together.
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 from torch import nn
@@ -97,7 +97,8 @@ def unfuse(model: Model) -> Model:
     _check_model(model)
     modules = list(model.modules())
     for module in modules:
-        if "_fastlora" in module.__dict__ and isinstance(module, FSDPModule):
+        swapped = type(module) in _PLAIN or "_fastlora_original" in type(module).__dict__
+        if "_fastlora" in module.__dict__ and not swapped:
             raise ValueError(
                 f"model: got a {type(module).__name__} that fully_shard made of a fused layer, "
                 "takes a model whose layers were not sharded one by one after fuse"
@@ -109,7 +110,8 @@ def unfuse(model: Model) -> Model:
         state = module.__dict__.get("_fastlora")
         if isinstance(state, LayerState):
             if state.merged is not None:
-                state.merged.keep(module.get_base_layer(), lambda p: _is_shared(p, modules))
+                layer: Any = module
+                state.merged.keep(layer.get_base_layer(), lambda p: _is_shared(p, modules))
             del module.__dict__["_fastlora"]
             module.__class__ = _PLAIN[type(module)]
     return model
@@ -129,9 +131,7 @@ def explain(model: nn.Module) -> Explanation:
     layers = _lora_layers(model)
     if not layers:
         raise ValueError("model: got one without a LoRA layer, takes a PEFT model")
-    gathered = {
-        name for name, module in model.named_modules() if isinstance(module, FSDPModule)
-    }
+    gathered = {name for name, module in model.named_modules() if isinstance(module, FSDPModule)}
     rows = []
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")
@@ -205,9 +205,7 @@ def _refuse_unreachable(model: nn.Module, layers: dict[str, LoraLayer]) -> None:
     for name in layers:
         parent_name, _, child = name.rpartition(".")
         parent = model.get_submodule(parent_name) if name else None
-        if parent is not None and child in reads_weight_only(
-            _groups.original_class(type(parent))
-        ):
+        if parent is not None and child in reads_weight_only(_groups.original_class(type(parent))):
             raise ValueError(
                 f"model: got an adapter on {name!r}, which {type(parent).__name__}.forward knows "
                 f"by its weight alone (self.{child}.weight) and never calls, so that the adapter "
@@ -228,4 +226,3 @@ def _say_what_is_left(reasons: dict[str, str]) -> None:
             len(reasons),
             "; ".join(f"{count} × {reason}" for reason, count in counts.items()),
         )
-

@@ -19,15 +19,15 @@ LIMIT = 128
 LIMIT_WITH_DROPOUT = 16
 
 
-def few(x: Tensor, dropout_p: float, backend: str) -> bool:
+def few(x: Tensor, weight: Tensor, dropout_p: float, backend: str) -> bool:
     """Whether x [..., K] has so few rows that plain ops serve it best."""
     limit = LIMIT if dropout_p == 0.0 else LIMIT_WITH_DROPOUT
     return (
-        backend == "auto"
-        and x.dim() > 0
+        x.dim() > 0
         and x.numel() <= limit * x.shape[-1]
+        and backend == "auto"
+        and x.dtype == weight.dtype
         and (dropout_p == 0.0 or (x.device.type == "cpu" and _backend.status("cpu").ok))
-        and x.is_floating_point()
         and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
     )
@@ -43,12 +43,18 @@ def lora_linear(
     dropout_p: float,
 ) -> Tensor:
     """``fastlora.functional.lora_linear`` for few rows; the same mask from the same seed."""
+    wide = None
+    if bias is not None and bias.dtype != x.dtype:  # an fp32 lora_bias is in it
+        bias, wide = None, bias
     y = F.linear(x, weight, bias)
     if dropout_p > 0.0:
         x = x * _scaled_mask(x, dropout_p)
     if x.dtype != lora_A.dtype:
         x = x.to(lora_A.dtype)
-    return torch.add(y, F.linear(F.linear(x, lora_A), lora_B), alpha=scaling).to(y.dtype)
+    result = torch.add(y, F.linear(F.linear(x, lora_A), lora_B), alpha=scaling)
+    if wide is not None:
+        result = result + wide
+    return result.to(y.dtype)
 
 
 def _scaled_mask(x: Tensor, p: float) -> Tensor:

@@ -85,7 +85,7 @@ def _activation(parent: nn.Module, mlp: GatedMLP) -> Any:
     return getattr(parent, mlp.activation, None)
 
 
-def joins(layer: nn.Module | None) -> bool:
+def joins(layer: Any) -> bool:
     """Whether a layer may be computed before its own call: nothing may change its x on the way."""
     return type(layer) is FusedLoraLinear and not (
         layer._forward_pre_hooks
@@ -103,7 +103,7 @@ class Scope:
     def __init__(self, parent: nn.Module, names: tuple[str, ...], backend: str) -> None:
         self._parent = parent
         self._backend = backend
-        self._layers = [parent._modules[name] for name in names]
+        self._layers: list[Any] = [parent._modules[name] for name in names]
         self._kept: dict[int, tuple[LinearTerms, Tensor]] | None = None  # None until the first call
         self._x: Tensor | None = None
 
@@ -132,7 +132,7 @@ class Scope:
         for other in self._layers:
             if other is not layer and joins(other):
                 theirs = linear_terms(other)
-                if type(theirs) is LinearTerms and theirs.dropout_p == terms.dropout_p:
+                if isinstance(theirs, LinearTerms) and theirs.dropout_p == terms.dropout_p:
                     members.append(other)
                     operands.append(theirs)
         if len(members) == 1:
@@ -182,7 +182,7 @@ def _mlp(parent: nn.Module, state: ParentState, mlp: GatedMLP, x: Any) -> Tensor
     if isinstance(operands, str):
         return None
     kind, gate, up, down = operands
-    if few_rows.few(x, gate.dropout_p, state.backend):
+    if few_rows.few(x, gate.weight, gate.dropout_p, state.backend):
         return None
     return functional.lora_mlp(
         x,
@@ -214,7 +214,7 @@ def mlp_operands(
         if type(layer) is not FusedLoraLinear or hooked(layer):
             return f"{name} is not a fused layer, or carries a hook"
         terms = linear_terms(layer)
-        if type(terms) is str:
+        if isinstance(terms, str):
             return terms
         found.append(terms)
     gate, up, down = found
@@ -268,7 +268,8 @@ def grouping_class(original: type) -> type:
         "_fastlora_original": original,
         "forward": forward,
     }
-    cls: Any = type(original)(original.__name__, (original,), namespace)
+    make: Any = type(original)  # its metaclass
+    cls: Any = make(original.__name__, (original,), namespace)
     return cls
 
 
@@ -294,7 +295,7 @@ def _forward_in_scopes(
 
 def _new(original: type) -> nn.Module:
     """An empty instance for ``copy`` and ``pickle`` to fill."""
-    cls = grouping_class(original)
+    cls: Any = grouping_class(original)  # type: ignore[arg-type]
     return cls.__new__(cls)
 
 
@@ -314,12 +315,14 @@ def release(parent: Any) -> None:
 
 def regroup(parent: Any, backend: str, groups: frozenset[str]) -> None:
     """Group the fused layers under ``parent`` anew: swap its class, or give it back."""
-    state = plan(parent, backend, groups)
+    state, before = plan(parent, backend, groups), parent.__dict__.get("_fastlora")
     if state is None:
         release(parent)
         return
+    if isinstance(before, ParentState):
+        state.dissolved = before.dissolved
     parent.__dict__["_fastlora"] = state
-    if type(parent) is original_class(type(parent)):
+    if not hasattr(type(parent), "_fastlora_original"):
         parent.__class__ = grouping_class(type(parent))
 
 
@@ -339,17 +342,17 @@ def group_of(parent: nn.Module | None, name: str) -> GroupOf:
     if state.mlp is not None and name in state.mlp[:3]:
         operands = mlp_operands(parent, state.mlp)
         if not isinstance(operands, str):
-            others = ", ".join(n for n in state.mlp[:3] if n != name)
-            return GroupOf("mlp", f"one operation with {others}")
+            names_left = ", ".join(n for n in state.mlp[:3] if n != name)
+            return GroupOf("mlp", f"one operation with {names_left}")
         note = f"not grouped: {operands}"
     for names in state.projections:
         if name not in names:
             continue
         if state.dissolved:
             return GroupOf("linear", f"not grouped: {state.dissolved}")
-        mine = linear_terms(parent._modules[name])
-        others = [n for n in names if n != name and joins(parent._modules[n])]
-        others = [n for n in others if _together(linear_terms(parent._modules[n]), mine)]
+        mine = linear_terms(parent._modules[name])  # type: ignore[arg-type]
+        siblings: dict[str, Any] = {n: parent._modules[n] for n in names if n != name}
+        others = [n for n, s in siblings.items() if joins(s) and _together(linear_terms(s), mine)]
         if others and joins(parent._modules[name]):
             return GroupOf("projections", f"one pass over x with {', '.join(others)}")
         note = note or "not grouped: no sibling can be computed with it now"
@@ -357,4 +360,5 @@ def group_of(parent: nn.Module | None, name: str) -> GroupOf:
 
 
 def _together(a: LinearTerms | str, b: LinearTerms | str) -> bool:
-    return type(a) is LinearTerms and type(b) is LinearTerms and a.dropout_p == b.dropout_p
+    both = isinstance(a, LinearTerms) and isinstance(b, LinearTerms)
+    return both and a.dropout_p == b.dropout_p  # type: ignore[union-attr]

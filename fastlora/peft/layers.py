@@ -92,8 +92,11 @@ def active_adapter(layer: LoraLayer, holder: Iterable[str]) -> tuple[str, str]:
 
 def variant_of(layer: LoraLayer, name: str) -> str:
     """What an adapter is if it has a forward of its own (DoRA and others); empty for plain LoRA."""
-    variant = getattr(layer, "lora_variant", {}).get(name)
-    if variant is not None or layer.use_dora.get(name):
+    variants = layer.__dict__.get("lora_variant")
+    if variants or layer.use_dora.get(name):
+        variant = variants.get(name) if variants else None
+        if variant is None and not layer.use_dora.get(name):
+            return ""
         kind = "DoRA" if variant is None else type(variant).__name__
         return f"adapter {name!r} is a variant of LoRA ({kind})"
     return ""
@@ -117,9 +120,8 @@ def linear_terms(layer: Linear) -> LinearTerms | str:
         active, reason = active_adapter(layer, As)
         if reason:
             return reason
-    if layer.use_dora.get(active) or layer.__dict__.get("lora_variant"):
-        if reason := variant_of(layer, active):
-            return reason
+    if reason := variant_of(layer, active):
+        return reason
     base, lora_A = modules["base_layer"], As[active]
     lora_B = modules["lora_B"]._modules[active]
     dropout = modules["lora_dropout"]._modules[active]
@@ -171,7 +173,8 @@ def embedding_can_be_fused(base: nn.Module) -> str:
     """The same for embeddings: nn.Embedding, or one that only multiplies with its embed_scale."""
     if type(base) is nn.Embedding:
         return ""
-    if isinstance(base, nn.Embedding) and embedding_is_scaled(type(base)):
+    kind: Any = type(base)
+    if isinstance(base, nn.Embedding) and embedding_is_scaled(kind):
         return ""
     return base_reason(base)
 
@@ -202,11 +205,11 @@ class FusedLoraLinear(MergesExactly, Linear):
             fall_back(state, EXTRA_ARGUMENTS)
             return Linear.forward(self, x, *args, **kwargs)
         terms = linear_terms(self)
-        if type(terms) is str or type(x) not in _DENSE:
-            fall_back(state, terms if type(terms) is str else "x is not a plain tensor")
+        if isinstance(terms, str) or type(x) not in _DENSE:
+            fall_back(state, terms if isinstance(terms, str) else "x is not a plain tensor")
             return Linear.forward(self, x)
         weight, lora_A, lora_B, scaling, bias, p = terms
-        if few_rows.few(x, p, state.backend):
+        if few_rows.few(x, weight, p, state.backend):
             return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
         scope = state.scope
         if scope is not None:

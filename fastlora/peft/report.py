@@ -43,7 +43,7 @@ class Explanation:
             pattern = re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", row.name)
             key = (pattern, row.kind, "yes" if row.fused else "no", row.backend, row.reason)
             lines[key] = lines.get(key, 0) + 1
-        table = [("layer", "count", "kind", "fused", "backend", "reason")]
+        table: list[tuple[str, ...]] = [("layer", "count", "kind", "fused", "backend", "reason")]
         table += [(key[0], str(count), *key[1:]) for key, count in lines.items()]
         widths = [max(len(line[i]) for line in table) for i in range(6)]
         text = [

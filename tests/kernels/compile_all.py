@@ -43,9 +43,11 @@ def measure(job: tuple[tuple[int, int], str, bool]) -> dict[str, object]:
         usage = subprocess.run(
             [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-        sass = subprocess.run(
-            [tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        sass = ""
+        if c.tensor_cores or thorough:  # disassembly is a third of the time, and the stack already shows spills
+            sass = subprocess.run(
+                [tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
+            ).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = c.fn.arg_names
     return result | {

@@ -1,6 +1,7 @@
 """The tests' inputs have few rows: without this they would all take the path for few rows."""
 
 import pytest
+
 from fastlora.peft import few_rows
 
 

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from fastlora.ops import dropout
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -25,6 +24,7 @@ from transformers import (
 )
 
 import fastlora
+from fastlora.ops import dropout
 
 from ..helpers import relative_error
 
@@ -134,6 +134,26 @@ def assert_parity(fused: nn.Module, reference: nn.Module, bar: float = 1e-5) -> 
             unfused = relative_error(want[name], exact[name])
             error = relative_error(got[name], exact[name])
             assert error <= 2.0 * unfused, f"{name}: {error:.3g} beyond twice PEFT's {unfused:.3g}"
+
+
+def assert_as_accurate(
+    got: dict[str, Tensor], unfused: dict[str, Tensor], exact: dict[str, Tensor]
+) -> None:
+    """Half types: error against fp64 at most twice PEFT's, for the logits and each kind of factor.
+
+    All layers of a kind together: at the end of a model a single tensor's error is a chance.
+    """
+    assert got.keys() == unfused.keys() == exact.keys()
+    pooled: dict[str, list[dict[str, Tensor]]] = {}
+    for name in exact:
+        assert got[name].dtype == unfused[name].dtype
+        parts = pooled.setdefault(name[name.find("lora_") :], [{}, {}, {}])
+        for part, source in zip(parts, (got, unfused, exact), strict=True):
+            part[name] = source[name].double().flatten()
+    for kind, parts in pooled.items():
+        mine, theirs, truth = (torch.cat(list(part.values())) for part in parts)
+        bar = 2.0 * relative_error(theirs, truth)
+        assert relative_error(mine, truth) <= bar, f"{kind}: beyond {bar:.3g}"
 
 
 def kinds(model: nn.Module) -> dict[str, int]:

@@ -7,8 +7,6 @@ import weakref
 import peft
 import pytest
 import torch
-from fastlora import functional
-from fastlora.peft import groups, source
 from torch import nn
 from torch.nn import functional as F
 from transformers import activations
@@ -17,6 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.t5.modeling_t5 import T5Attention, T5DenseGatedActDense
 
 import fastlora
+from fastlora import functional
+from fastlora.peft import groups, source
 
 from ..helpers import relative_error
 from . import models
@@ -49,7 +49,9 @@ def test_shared_inputs_are_read_off_the_source():
     assert source.shared_inputs(LlamaMLP) == (("gate_proj", "up_proj"),)
     assert source.shared_inputs(T5DenseGatedActDense) == (("wi_0", "wi_1"),)
     assert source.shared_inputs(Branches) == (("c", "d"), ("f", "g"))
-    assert source.shared_inputs(type("Made", (nn.Module,), {"forward": eval("lambda s, x: x")})) == ()
+    assert (
+        source.shared_inputs(type("Made", (nn.Module,), {"forward": eval("lambda s, x: x")})) == ()
+    )
 
 
 class SwappedMLP(nn.Module):

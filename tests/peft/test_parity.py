@@ -1,5 +1,6 @@
 """Forward and every gradient against PEFT, over architectures and kinds of adapter."""
 
+import copy
 import warnings
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 import fastlora
 
-from ..helpers import relative_error
+from ..helpers import relative_error, require_backend
 from . import models
 from .models import assert_parity, kinds, pair
 
@@ -32,18 +33,19 @@ def test_architectures(kind, expected):
 @pytest.mark.parametrize("groups", [(), ("projections",), ("mlp",)], ids=lambda g: "+".join(g))
 def test_groups_give_the_same(groups):
     reference, fused = pair(fuse={"groups": groups})
-    assert kinds(fused) == {
-        (): {"linear": 14},
-        ("projections",): {"projections": 10, "linear": 4},
-        ("mlp",): {"linear": 8, "mlp": 6},
-    }[groups]
+    assert (
+        kinds(fused)
+        == {
+            (): {"linear": 14},
+            ("projections",): {"projections": 10, "linear": 4},
+            ("mlp",): {"linear": 8, "mlp": 6},
+        }[groups]
+    )
     assert_parity(fused, reference)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_backends(backend):
-    from ..helpers import require_backend
-
     require_backend(backend)
     reference, fused = pair(fuse={"backend": backend})
     assert {row.backend for row in fastlora.explain(fused).rows} == {backend}
@@ -121,31 +123,29 @@ def test_dropout_follows_the_dropout_modules_own_switch():
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
-@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_half_types_with_fp32_adapters(kind, dtype, autocast):
+@pytest.mark.parametrize("lora_bias", [False, True], ids=["", "lora_bias"])
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, True)],
+    ids=["bf16", "bf16-autocast", "fp16-autocast"],
+)
+@pytest.mark.filterwarnings("ignore:`lora_bias=True` was passed")
+def test_half_types_with_fp32_adapters(kind, dtype, autocast, lora_bias):
     """Error against fp64 at most twice PEFT's own; gradients in each parameter's dtype (L2)."""
-    reference = models.peft_model(kind)
-    exact = models.step(reference.double())
-    reference.float()
+    reference = models.peft_model(kind, lora_bias=lora_bias)
     if not autocast:
         reference.get_base_model().to(dtype)
         for name, parameter in reference.named_parameters():
             if "lora_" in name:
                 parameter.data = parameter.data.float()
-    import copy
-
+    exact = models.step(copy.deepcopy(reference).double())
     fused = fastlora.fuse(copy.deepcopy(reference))
     results = []
     for model in (fused, reference):
         with torch.autocast("cpu", dtype, enabled=autocast):
             results.append(models.step(model))
     got, unfused = results
-    assert got.keys() == unfused.keys() == exact.keys()
-    for name, value in exact.items():
-        assert got[name].dtype == unfused[name].dtype
-        bar = max(2 * relative_error(unfused[name], value), torch.finfo(dtype).eps / 4)
-        assert relative_error(got[name], value) <= bar, name
+    models.assert_as_accurate(got, unfused, exact)
 
 
 def test_frozen_x_still_trains_adapters():

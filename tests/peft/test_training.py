@@ -11,6 +11,8 @@ import fastlora
 from . import models
 from .models import assert_same, kinds, pair, peft_model
 
+ONE_LAYER = {"num_hidden_layers": 1}  # tracing is what takes the time
+
 
 def _seeded(model):
     torch.manual_seed(11)
@@ -103,33 +105,21 @@ def test_the_base_is_unchanged_at_the_start_and_never_trained():
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compile_fullgraph(backend, dropout):
-    if backend == "eager" and dropout:
-        pytest.skip("aot_eager runs dropout under compile; eager differs from it in nothing here")
+def test_compile_fullgraph(dropout):
+    """One graph, dropout and its replay from the generator included."""
     torch._dynamo.reset()
-    _, fused = pair(lora_dropout=dropout)
+    # Projections of one x are computed one by one under compile: so too in what it is compared with.
+    _, fused = pair(base=ONE_LAYER, lora_dropout=dropout, fuse={"groups": ("mlp",)})
     fused.train()
-    compiled = torch.compile(copy.deepcopy(fused), backend=backend, fullgraph=True)
-    got = _seeded(compiled)
-    names = {f"_orig_mod.{name}" if name != "logits" else name for name in _seeded(fused)}
-    assert got.keys() == names
-    if not dropout:
-        want = {f"_orig_mod.{n}" if n != "logits" else n: v for n, v in _seeded(fused).items()}
-        assert_same(got, want)
-    else:
-        assert any(not torch.equal(a, b) for a, b in zip(got.values(), _step(compiled), strict=True))
-        for value in got.values():
-            assert value.isfinite().all()
-
-
-def _step(model):
-    return models.step(model).values()
+    compiled = torch.compile(copy.deepcopy(fused), backend="aot_eager", fullgraph=True)
+    got = {name.removeprefix("_orig_mod."): value for name, value in _seeded(compiled).items()}
+    assert_same(got, _seeded(fused))
+    torch._dynamo.reset()
 
 
 def test_fusing_a_compiled_model_works_on_the_model_inside():
     torch._dynamo.reset()
-    reference = peft_model(layers_to_transform=[0])
+    reference = peft_model(base=ONE_LAYER)
     model = copy.deepcopy(reference)
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert fastlora.fuse(compiled) is compiled
