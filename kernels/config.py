@@ -107,7 +107,9 @@ SHRINK = {
 }
 
 
-def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout: bool, vectors: bool) -> Tile:
+def shrink(
+    dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout: bool, vectors: bool
+) -> Tile:
     """Tile of S = X A^T."""
     part = capability(device)
     if part == INTERPRETED:
@@ -125,11 +127,12 @@ def shrink(dtype: torch.dtype, device: torch.device, M: int, rank: int, dropout:
 
 # k bounds the ranks of one program.
 GRAD_DY = {
-    # 64 x 128 of dY is used twice from shared memory; dB of 128 columns at rank 32 is 32 registers a thread.
-    "half_90": Tile(64, 128, 32, 4, 3),
+    # dY is used twice from shared memory; wide in N, because the workspace of dS is a row for every tile of columns.
+    "half_90": Tile(64, 256, 32, 8, 3),
     "half_90_64": Tile(64, 128, 64, 8, 3),
     # dY passes through registers, once plain and once transposed: half the columns.
-    "half_80": Tile(64, 64, 64, 8, 3),
+    "half_80": Tile(64, 128, 32, 8, 3),
+    "half_80_64": Tile(64, 64, 64, 8, 3),
     "half_odd": Tile(64, 64, 32, 8, 2),
     "fp32": Tile(32, 64, 32, 8, 2),
     "interpreted": Tile(64, 128, 64, 4, 1),
@@ -145,9 +148,7 @@ def grad_dy(dtype: torch.dtype, device: torch.device, rank: int, vectors: bool) 
         return GRAD_DY["fp32"]
     if not vectors:
         return GRAD_DY["half_odd"]
-    if part < (9, 0):
-        return GRAD_DY["half_80"]
-    return GRAD_DY["half_90" if rank <= 32 else "half_90_64"]
+    return GRAD_DY[f"half_{90 if part >= (9, 0) else 80}{'_64' if rank > 32 else ''}"]
 
 
 # n bounds the stacked ranks of one pass.
@@ -160,7 +161,9 @@ X_PASS = {
     "half_80_dropout": Tile(32, 64, 64, 8, 2),  # and so does 64 x 64 without wgmma
     "half_odd": Tile(32, 64, 64, 8, 2),
     "fp32": Tile(32, 64, 64, 8, 2),
-    "fp32_dropout": Tile(32, 32, 32, 8, 2),  # as half_90_dropout, and operands of FMAs in registers too
+    "fp32_dropout": Tile(
+        32, 32, 32, 8, 2
+    ),  # as half_90_dropout, and operands of FMAs in registers too
     "interpreted": Tile(64, 64, 256, 4, 1),
 }
 

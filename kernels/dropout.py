@@ -40,7 +40,9 @@ def keep_mask(seed, rows, quad_columns, quads_per_row, threshold):
 
 
 @triton.jit(do_not_specialize=["M", "threshold"])
-def _mask_kernel(out, seeds, M, K, ld_out, quads_per_row, threshold, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr):
+def _mask_kernel(
+    out, seeds, M, K, ld_out, quads_per_row, threshold, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr
+):
     k_tiles = tl.cdiv(K, BLOCK_K)
     pid = tl.program_id(0)
     rows = (pid // k_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)

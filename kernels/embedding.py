@@ -37,7 +37,9 @@ def _embedding_kernel(
     for chunk in tl.static_range(RANK_CHUNKS):
         ranks = chunk * BLOCK_R + tl.arange(0, BLOCK_R)
         a_pointers = a + ranks[None, :].to(tl.int64) * ld_a + token[:, None]
-        e = tl.load(a_pointers, mask=known[:, None] & (ranks[None, :] < rank), other=0.0)  # [BLOCK_M, BLOCK_R]
+        e = tl.load(
+            a_pointers, mask=known[:, None] & (ranks[None, :] < rank), other=0.0
+        )  # [BLOCK_M, BLOCK_R]
         b_pointers = b + columns[:, None].to(tl.int64) * ld_b + ranks[None, :]
         b_inside = (columns[:, None] < D) & (ranks[None, :] < rank)
         b_tile = tl.load(b_pointers, mask=b_inside, other=0.0)  # [BLOCK_D, BLOCK_R]
@@ -48,11 +50,17 @@ def _embedding_kernel(
     base = widen(tl.load(w_pointers, mask=known[:, None] & (columns[None, :] < D), other=0.0))
     acc = tl.where(known[:, None], acc + base, float("nan"))
     inside = (rows[:, None] < M) & (columns[None, :] < D)
-    tl.store(y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside
+    )
 
 
 def embedding_forward(
-    input_ids: torch.Tensor, weight: torch.Tensor, lora_A: torch.Tensor, lora_B: torch.Tensor, scale: float
+    input_ids: torch.Tensor,
+    weight: torch.Tensor,
+    lora_A: torch.Tensor,
+    lora_B: torch.Tensor,
+    scale: float,
 ) -> torch.Tensor:
     """Y [M, D] in weight's dtype: input_ids [M] integer, weight [V, D], lora_A [r, V], lora_B [D, r]."""
     check_dtype("weight", weight)
@@ -70,7 +78,9 @@ def embedding_forward(
         RANK_CHUNKS=ceil_div(rank, block_r), BLOCK_M=tile.m, BLOCK_D=tile.n, BLOCK_R=block_r,
     )  # fmt: skip
     grid = (ceil_div(M, tile.m) * ceil_div(D, tile.n),)
-    launch(_embedding_kernel, grid, arguments, y.device, num_warps=tile.warps, num_stages=tile.stages)
+    launch(
+        _embedding_kernel, grid, arguments, y.device, num_warps=tile.warps, num_stages=tile.stages
+    )
     return y
 
 

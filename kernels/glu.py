@@ -77,7 +77,9 @@ def _rows(*tensors: torch.Tensor) -> tuple[list[torch.Tensor], int, int]:
     shape = tensors[0].shape
     if all(t.is_contiguous() for t in tensors):
         return [t.view(1, -1) for t in tensors], 1, tensors[0].numel()
-    flat = [t.reshape(-1, shape[-1]) for t in tensors]  # a copy only where rows are not evenly spaced
+    flat = [
+        t.reshape(-1, shape[-1]) for t in tensors
+    ]  # a copy only where rows are not evenly spaced
     flat = [t if t.stride(1) == 1 else t.contiguous() for t in flat]
     return flat, flat[0].shape[0], shape[-1]
 
@@ -111,7 +113,9 @@ def glu_backward(
     """(dgate, dup, h) in the inputs' shape and dtype; nothing given is written over."""
     kind = _kind(activation)
     check_dtype("gate", gate)
-    dgate, dup, h = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(3))
+    dgate, dup, h = (
+        torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(3)
+    )
     if h.numel() == 0:
         return dgate, dup, h
     (dh, gate, up), rows, columns = _rows(dh, gate, up)

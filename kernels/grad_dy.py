@@ -5,7 +5,8 @@
 
 A program owns BLOCK_N columns and a strip of rows. dB of its columns grows in registers along the strip; its share
 of dS leaves row block by row block. Both are partial sums in a workspace, added in order by a second kernel:
-no atomics. The workspace is (N / BLOCK_N) * M * r floats for dS, a few percent of dY at rank 16.
+no atomics. The workspace of dS is (N / BLOCK_N) * M * r floats, written and read once: at rank 16 in half types a
+quarter of dY's own bytes (BLOCK_N = 256), at rank 64 as many again. Above half, dS is a pass of its own instead.
 """
 
 from __future__ import annotations
@@ -15,9 +16,19 @@ import triton
 import triton.language as tl
 
 from . import config
-from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major
+from .launch import (
+    aligned,
+    ceil_div,
+    keeps_fp32,
+    launch,
+    pad_rank,
+    precision,
+    processors,
+    row_major,
+)
 from .numeric import split_dot, widen
 from .reduce import reduce_parts
+from .shrink import thin_product
 
 
 @triton.jit(do_not_specialize=["M", "strip_rows", "ds_part_stride"])
@@ -83,6 +94,11 @@ def grad_dy(
     dy, lora_B = row_major(dy), row_major(lora_B)
     s = row_major(s) if s is not None and need_dB else None
     tile = config.grad_dy(dy.dtype, dy.device, rank, aligned(N, dy.stride(0)))
+    if ds is not None and 2 * rank * 4 > 0.5 * tile.n * dy.element_size():
+        thin_product(dy, lora_B.t(), ds, scaling)
+        ds = None
+        if not need_dB:
+            return None
     block_r = min(pad_rank(rank), tile.k)
     n_tiles = ceil_div(N, tile.n)
 
@@ -91,20 +107,23 @@ def grad_dy(
     strips = max(1, min(m_tiles, config.WAVES * processors(dy.device) // n_tiles))
     strip_rows = ceil_div(m_tiles, strips) * tile.m
     strips = ceil_div(M, strip_rows)
-
-    fp32 = dict(dtype=torch.float32, device=dy.device)
-    ds_parts = torch.empty(n_tiles, M, rank, **fp32) if ds is not None else None
-    db_parts = torch.empty(strips, N, rank, **fp32) if db is not None else None
+    ds_parts = db_parts = None
+    if ds is not None:
+        ds_parts = torch.empty(n_tiles, M, rank, dtype=torch.float32, device=dy.device)
+    if need_dB:
+        db_parts = torch.empty(strips, N, rank, dtype=torch.float32, device=dy.device)
     arguments = dict(
-        dy=dy, s=s, b=lora_B, ds=ds_parts, db=db_parts, M=M, N=N, rank=rank, ld_dy=dy.stride(0), 
-        ld_s=0 if s is None else s.stride(0), ld_b=lora_B.stride(0), ds_part_stride=M * rank, db_part_stride=N * rank, strip_rows=strip_rows,
-        NEED_DS=ds is not None, NEED_DB=need_dB, SPLIT=keeps_fp32(lora_B, dy),
-        PRECISION=precision(dy.dtype), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_R=block_r,
+        dy=dy, s=s, b=lora_B, ds=ds_parts, db=db_parts, M=M, N=N, rank=rank, ld_dy=dy.stride(0),
+        ld_s=0 if s is None else s.stride(0), ld_b=lora_B.stride(0), ds_part_stride=M * rank,
+        db_part_stride=N * rank, strip_rows=strip_rows, NEED_DS=ds is not None, NEED_DB=need_dB,
+        SPLIT=keeps_fp32(lora_B, dy), PRECISION=precision(dy.dtype), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_R=block_r,
     )  # fmt: skip
     grid = (n_tiles * strips, ceil_div(rank, block_r))
-    launch(_grad_dy_kernel, grid, arguments, dy.device, num_warps=tile.warps, num_stages=tile.stages)
-    if ds is not None:
+    launch(
+        _grad_dy_kernel, grid, arguments, dy.device, num_warps=tile.warps, num_stages=tile.stages
+    )
+    if ds is not None and ds_parts is not None:
         reduce_parts(ds_parts, ds, scaling)
-    if db is not None:
+    if db is not None and db_parts is not None:
         reduce_parts(db_parts, db, scaling)
     return db

@@ -19,7 +19,16 @@ import triton.language as tl
 
 from . import config
 from .dropout import keep_mask, threshold_of
-from .launch import aligned, ceil_div, launch, pad_rank, precision, processors, row_major, stack_rows
+from .launch import (
+    aligned,
+    ceil_div,
+    launch,
+    pad_rank,
+    precision,
+    processors,
+    row_major,
+    stack_rows,
+)
 from .linear import gemm
 from .numeric import cast, split_left_dot, widen
 from .reduce import reduce_parts
@@ -61,7 +70,9 @@ def _x_pass_kernel(
     da_acc = 0.0
     if NEED_DX:
         a_pointers = a + ranks[:, None].to(tl.int64) * ld_a + columns[None, :]
-        a_tile = cast(tl.load(a_pointers, mask=r_k_inside, other=0.0), dx.dtype.element_ty)  # [BLOCK_R, BLOCK_K]
+        a_tile = cast(
+            tl.load(a_pointers, mask=r_k_inside, other=0.0), dx.dtype.element_ty
+        )  # [BLOCK_R, BLOCK_K]
     if NEED_DA:
         da_acc = tl.zeros((BLOCK_R, BLOCK_K), tl.float32)
 
@@ -74,7 +85,9 @@ def _x_pass_kernel(
         ds_tile = tl.load(ds + rows[:, None] * ld_ds + ranks[None, :], mask=m_r_inside, other=0.0)
         x_tile = 0.0
         if NEED_DA:
-            x_tile = tl.load(x + rows[:, None] * ld_x + columns[None, :], mask=m_k_inside, other=0.0)
+            x_tile = tl.load(
+                x + rows[:, None] * ld_x + columns[None, :], mask=m_k_inside, other=0.0
+            )
         if DROPOUT:
             update = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
             if ONE:
@@ -167,7 +180,9 @@ def x_pass(
     strips = ceil_div(M, strip_rows)
     da_parts = None
     if x is not None:
-        da_parts = torch.empty(strips, rank * projections, K, dtype=torch.float32, device=like.device)
+        da_parts = torch.empty(
+            strips, rank * projections, K, dtype=torch.float32, device=like.device
+        )
     for first, count, row, height in _passes(projections, rank, tile.n):
         arguments = dict(
             x=x, ds=ds[:, row : row + height], a=None if a is None else a[row : row + height], seeds=seeds,
@@ -180,7 +195,14 @@ def x_pass(
             BLOCK_K=tile.k, BLOCK_R=pad_rank(height),
         )  # fmt: skip
         grid = (k_tiles * strips,)
-        launch(_x_pass_kernel, grid, arguments, like.device, num_warps=tile.warps, num_stages=tile.stages)
+        launch(
+            _x_pass_kernel,
+            grid,
+            arguments,
+            like.device,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
     for da, start in zip(das, starts, strict=True):
         if da is not None:
             assert da_parts is not None
@@ -204,5 +226,7 @@ def grad_x(
     if need_dx:
         transposed = [w.t() for w in weights]
         fused = dropout_p == 0.0 and ds.shape[1] > 0
-        dx = gemm(dys, transposed, None, ds if fused else None, stack_rows(lora_As).t() if fused else None)
+        dx = gemm(
+            dys, transposed, None, ds if fused else None, stack_rows(lora_As).t() if fused else None
+        )
     return dx, x_pass(x, ds, lora_As, dropout_p, seeds, dx, need_dA)

@@ -105,7 +105,7 @@ def aligned(*sizes: int) -> bool:
 
 def keeps_fp32(factor: torch.Tensor, x: torch.Tensor) -> bool:
     """Whether a factor has bits that x's dtype would drop: its dots are then split in two."""
-    return factor.dtype == torch.float32 and x.dtype != torch.float32
+    return factor.element_size() > x.element_size() and x.dtype != torch.float32
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -147,4 +147,6 @@ def stack_rows(rows: list[torch.Tensor], height: int = 0) -> torch.Tensor:
 
 def check_dtype(name: str, t: torch.Tensor) -> None:
     if t.dtype not in FLOATS:
-        raise TypeError(f"{name} has dtype {t.dtype}; the Triton kernels take float32, bfloat16 or float16")
+        raise TypeError(
+            f"{name} has dtype {t.dtype}; the Triton kernels take float32, bfloat16 or float16"
+        )

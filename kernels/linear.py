@@ -59,7 +59,9 @@ def _gemm_kernel(
                 x_tile = tl.load(x_pointers, mask=ks[None, :] < K - k, other=0.0)
             if W_TRANS[i]:
                 if EVEN_K:
-                    w_tile = tl.load(w_pointers, mask=columns[None, :] < N, other=0.0)  # [BLOCK_K, BLOCK_N]
+                    w_tile = tl.load(
+                        w_pointers, mask=columns[None, :] < N, other=0.0
+                    )  # [BLOCK_K, BLOCK_N]
                 else:
                     inside = (ks[:, None] < K - k) & (columns[None, :] < N)
                     w_tile = tl.load(w_pointers, mask=inside, other=0.0)
@@ -78,7 +80,9 @@ def _gemm_kernel(
         for r0 in tl.range(0, rank, BLOCK_R, num_stages=1):
             ranks = r0 + tl.arange(0, BLOCK_R)
             s_pointers = s + safe_rows[:, None] * ld_s + ranks[None, :]
-            s_tile = tl.load(s_pointers, mask=ranks[None, :] < rank, other=0.0)  # [BLOCK_M, BLOCK_R]
+            s_tile = tl.load(
+                s_pointers, mask=ranks[None, :] < rank, other=0.0
+            )  # [BLOCK_M, BLOCK_R]
             s_tile *= tl.cast(scale, tl.float32)
             if B_TRANS:  # stored [R, N]
                 b_pointers = b + ranks[:, None].to(tl.int64) * ld_b + columns[None, :]
@@ -92,7 +96,9 @@ def _gemm_kernel(
     if HAS_BIAS:
         acc += widen(tl.load(bias + columns, mask=columns < N, other=0.0))[None, :]
     inside = (rows[:, None] < M) & (columns[None, :] < N)
-    tl.store(y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside)
+    tl.store(
+        y + rows[:, None] * ld_y + columns[None, :], cast(acc, y.dtype.element_ty), mask=inside
+    )
 
 
 def gemm(
@@ -111,19 +117,21 @@ def gemm(
         return y
     xs = [row_major(t) for t in xs]
     layouts = [matrix_layout(w) for w in weights]
-    rank = 0 if s is None or b is None else b.shape[1]
-    vectors = all(aligned(t.shape[1], t.stride(0), ld) for t, (_, ld, _) in zip(xs, layouts, strict=True))
+    vectors = all(
+        aligned(t.shape[1], t.stride(0), ld) for t, (_, ld, _) in zip(xs, layouts, strict=True)
+    )
     tile = config.gemm(x.dtype, x.device, M, N, vectors)
-    block_r = min(pad_rank(rank), config.gemm_ranks(x.device))
-    ld_b, b_trans = 0, False
-    if rank:
+    rank, ld_s, ld_b, b_trans = 0, 0, 0, False
+    if s is not None and b is not None:
+        rank = b.shape[1]
         b, ld_b, b_trans = matrix_layout(b)
         s = row_major(s)
+        ld_s = s.stride(0)
+    block_r = min(pad_rank(rank), config.gemm_ranks(x.device))
     arguments = dict(
-        xs=tuple(xs), ws=tuple(w for w, _, _ in layouts), bias=bias, s=s if rank else None, b=b if rank else None,
-        y=y, M=M, N=N, Ks=tuple(t.shape[1] for t in xs), ld_xs=tuple(t.stride(0) for t in xs),
-        ld_ws=tuple(ld for _, ld, _ in layouts), ld_s=s.stride(0) if rank else 0, ld_b=ld_b, ld_y=N, rank=rank,
-        scale=float(scale), W_TRANS=tuple(transposed for _, _, transposed in layouts),
+        xs=tuple(xs), ws=tuple(w for w, _, _ in layouts), bias=bias, s=s, b=b, y=y, M=M, N=N, Ks=tuple(t.shape[1] for t in xs), ld_xs=tuple(t.stride(0) for t in xs),
+        ld_ws=tuple(ld for _, ld, _ in layouts), ld_s=ld_s, ld_b=ld_b, ld_y=N, rank=rank,
+        scale=float(scale), W_TRANS=tuple(trans for _, _, trans in layouts),
         EVEN_K=all(t.shape[1] % tile.k == 0 for t in xs), HAS_BIAS=bias is not None,
         HAS_LORA=rank > 0, B_TRANS=b_trans, PRECISION=precision(x.dtype),
         BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, BLOCK_R=block_r, GROUP_M=config.GROUP_M,

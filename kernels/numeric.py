@@ -14,9 +14,9 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 @triton.jit
 def widen(x):
     """x (any float type) in fp32."""
-    if INTERPRETED:
-        if x.dtype == tl.bfloat16:  # exact either way, and many times quicker than the interpreter's cast
-            return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    # Exact either way, and many times quicker than the interpreter's own cast.
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
 
 
@@ -24,20 +24,22 @@ def widen(x):
 def dot(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b in fp32."""
     if INTERPRETED:
-        a = widen(a)
-        b = widen(b)
+        if a.dtype == tl.bfloat16:
+            a = widen(a)
+        if b.dtype == tl.bfloat16:
+            b = widen(b)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
     """x (any float type) as `dtype`, rounded to nearest even."""
-    if INTERPRETED:
-        if dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
-            x = x.to(tl.float32)
-            bits = x.to(tl.uint32, bitcast=True)
-            bits = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
-            return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype != tl.bfloat16:
+        x = x.to(tl.float32)
+        bits = x.to(tl.uint32, bitcast=True)
+        is_nan = x != x
+        bits = tl.where(is_nan, bits | 0x400000, bits + 0x7FFF + ((bits >> 16) & 1))
+        return (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     return x.to(dtype)
 
 

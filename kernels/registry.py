@@ -25,7 +25,13 @@ TYPES = {
     torch.uint8: "u8",
 }  # fmt: skip
 # Kernels that must reach the tensor cores when their operands are half types, or TF32.
-MATRIX = {"_gemm_kernel", "_shrink_kernel", "_grad_dy_kernel", "_x_pass_kernel", "_embedding_kernel"}
+MATRIX = {
+    "_gemm_kernel",
+    "_shrink_kernel",
+    "_grad_dy_kernel",
+    "_x_pass_kernel",
+    "_embedding_kernel",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,11 @@ def _glu(dtype: torch.dtype, activation: str) -> None:
 
 def _embedding(dtype: torch.dtype, rank: int) -> None:
     embedding_forward(
-        _meta(8192, dtype=torch.int64), _meta(32000, 4096, dtype=dtype), _meta(rank, 32000), _meta(4096, rank), 2.0
+        _meta(8192, dtype=torch.int64),
+        _meta(32000, 4096, dtype=dtype),
+        _meta(rank, 32000),
+        _meta(4096, rank),
+        2.0,
     )
 
 
@@ -114,14 +124,18 @@ def entries(thorough: bool = False) -> list[Entry]:
     """
     out: list[Entry] = []
 
-    def add(name: str, call: Callable[..., object], *args: Any, cores: bool = False, **kwargs: Any) -> None:
+    def add(
+        name: str, call: Callable[..., object], *args: Any, cores: bool = False, **kwargs: Any
+    ) -> None:
         out.append(Entry(name, partial(call, *args, **kwargs), cores))
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     layer = (8192, 4096, (4096,))
     qkv = (8192, 4096, (4096, 1024, 1024))
     odd = (4097, 4095, (4097,))  # no vector loads, every mask
-    alone = dict(need_dx=False, need_dA=False, need_dB=False)  # of a backward's sums, all but one frozen
+    alone = dict(
+        need_dx=False, need_dA=False, need_dB=False
+    )  # of a backward's sums, all but one frozen
     add("qkv bf16 r=16", _projections, *qkv, (16,) * 3, bf16, 0.0, cores=True)
     add("qkv bf16 r=16 p=0.1", _projections, *qkv, (16,) * 3, bf16, 0.1, cores=True)
     add("linear bf16 r=64 p=0.1", _projections, *layer, (64,), bf16, 0.1, cores=True)
@@ -129,40 +143,111 @@ def entries(thorough: bool = False) -> list[Entry]:
     add("linear tf32 r=16", _tf32, *layer, (16,), fp32, 0.0, cores=True, backward=False)
     add("odd bf16 r=13 p=0.1", _projections, *odd, (13,), bf16, 0.1, cores=True)
     add("odd fp32 r=13", _projections, *odd, (13,), fp32, 0.0)
-    add("conv1d bf16 r=8", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True, backward=False)
+    add(
+        "conv1d bf16 r=8",
+        _projections,
+        8192,
+        1024,
+        (3072,),
+        (8,),
+        bf16,
+        0.0,
+        cores=True,
+        conv1d=True,
+        backward=False,
+    )
     for M, dtype in {1: bf16, 48: fp16, 600: bf16}.items():
         name = f"M={M} {TYPES[dtype]} r=16"
         add(name, _projections, M, 4096, (4096,), (16,), dtype, 0.0, cores=True, backward=False)
     add("M=1 fp32 r=16", _projections, 1, 4096, (4096,), (16,), fp32, 0.0, backward=False)
     add("M=1 tf32 r=16", _tf32, 1, 4096, (4096,), (16,), fp32, 0.0, cores=True, backward=False)
-    add("dA alone bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(alone | {"need_dA": True}))
+    add(
+        "dA alone bf16 p=0.1",
+        _projections,
+        *layer,
+        (16,),
+        bf16,
+        0.1,
+        cores=True,
+        **(alone | {"need_dA": True}),
+    )
     add("embedding bf16 r=64", _embedding, bf16, 64, cores=True)
     add("embedding fp32 r=64", _embedding, fp32, 64)
     for activation, dtype in {"silu": bf16, "gelu": fp16, "gelu_tanh": fp32}.items():
         add(f"glu {activation} {TYPES[dtype]}", _glu, dtype, activation)
     add("philox mask", philox_mask, 4096, 4096, 0.1, _meta(1, dtype=torch.int64))
     if thorough:
-        add("dX alone bf16 p=0.1", _projections, *layer, (16,), bf16, 0.1, cores=True, **(alone | {"need_dx": True}))
+        add(
+            "dX alone bf16 p=0.1",
+            _projections,
+            *layer,
+            (16,),
+            bf16,
+            0.1,
+            cores=True,
+            **(alone | {"need_dx": True}),
+        )
         add("linear fp16 r=16 p=0.1", _projections, *layer, (16,), fp16, 0.1, cores=True)
         add("linear bf16 r=64", _projections, *layer, (64,), bf16, 0.0, cores=True)
         add("linear bf16 r=256", _projections, *layer, (256,), bf16, 0.0, cores=True)
         add("linear fp32 r=64", _projections, *layer, (64,), fp32, 0.0)
         add("linear tf32 r=16 backward", _tf32, *layer, (16,), fp32, 0.0, cores=True)
         add("linear tf32 r=16 p=0.1", _tf32, *layer, (16,), fp32, 0.1, cores=True)
-        add("conv1d bf16 r=8 backward", _projections, 8192, 1024, (3072,), (8,), bf16, 0.0, cores=True, conv1d=True)
+        add(
+            "conv1d bf16 r=8 backward",
+            _projections,
+            8192,
+            1024,
+            (3072,),
+            (8,),
+            bf16,
+            0.0,
+            cores=True,
+            conv1d=True,
+        )
         add("linear bf16 half adapters", _projections, *layer, (16,), bf16, 0.0, bf16, cores=True)
-        add("linear bf16 half adapters p=0.1", _projections, *layer, (16,), bf16, 0.1, bf16, cores=True)
+        add(
+            "linear bf16 half adapters p=0.1",
+            _projections,
+            *layer,
+            (16,),
+            bf16,
+            0.1,
+            bf16,
+            cores=True,
+        )
         add("qkv fp16 unequal ranks p=0.1", _projections, *qkv, (16, 8, 8), fp16, 0.1, cores=True)
         add("odd bf16 r=13", _projections, *odd, (13,), bf16, 0.0, cores=True)
         add("odd fp32 r=13 p=0.1", _projections, *odd, (13,), fp32, 0.1)
         add("conv1d fp32 r=8", _projections, 8192, 1024, (3072,), (8,), fp32, 0.0, conv1d=True)
-        add("dB alone bf16", _projections, *layer, (16,), bf16, 0.0, cores=True, **(alone | {"need_dB": True}))
+        add(
+            "dB alone bf16",
+            _projections,
+            *layer,
+            (16,),
+            bf16,
+            0.0,
+            cores=True,
+            **(alone | {"need_dB": True}),
+        )
         for M in (1, 48, 600):
-            add(f"M={M} bf16 r=16 p=0.1", _projections, M, 4096, (4096,), (16,), bf16, 0.1, cores=True)
+            add(
+                f"M={M} bf16 r=16 p=0.1",
+                _projections,
+                M,
+                4096,
+                (4096,),
+                (16,),
+                bf16,
+                0.1,
+                cores=True,
+            )
     return out
 
 
-def _describe(launch: Launch) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
+def _describe(
+    launch: Launch,
+) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
     """Signature, constants and divisibility of one launch, by the rules of Triton's own specialisation."""
     signature: dict[str, Any] = {}
     constexprs: dict[tuple[int, ...], Any] = {}
@@ -204,7 +289,9 @@ def compilations(capability: tuple[int, int], thorough: bool = False) -> Iterato
         for launch in launches:
             signature, constexprs, attrs = _describe(launch)
             kernel = launch.kernel.__name__
-            key = f"{kernel} {signature} {constexprs} {attrs} {launch.num_warps} {launch.num_stages}"
+            key = (
+                f"{kernel} {signature} {constexprs} {attrs} {launch.num_warps} {launch.num_stages}"
+            )
             if key in seen:
                 continue
             seen.add(key)

@@ -16,16 +16,28 @@ import triton.language as tl
 
 from . import config
 from .dropout import keep_mask, threshold_of
-from .launch import aligned, ceil_div, keeps_fp32, launch, pad_rank, precision, processors, row_major, stack_rows
+from .launch import (
+    aligned,
+    ceil_div,
+    keeps_fp32,
+    launch,
+    matrix_layout,
+    pad_rank,
+    precision,
+    processors,
+    row_major,
+    stack_rows,
+)
 from .numeric import split_dot, widen
 from .reduce import reduce_parts
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "split_stride", "split_tiles"])
 def _shrink_kernel(
-    x, a, seeds, out, M, K, rank, ld_x, ld_a, ld_out, split_stride, split_tiles, quads_per_row, threshold, inv_keep,
-    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, DROPOUT: tl.constexpr, EVEN_K: tl.constexpr,
-    SPLIT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+    x, a, seeds, out, M, K, rank, ld_x, ld_a, ld_out, split_stride, split_tiles, quads_per_row, threshold, scale,
+    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, DROPOUT: tl.constexpr, A_TRANS: tl.constexpr,
+    EVEN_K: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     split = tl.program_id(1)
@@ -42,7 +54,12 @@ def _shrink_kernel(
     k_start = first_tile * BLOCK_K
     columns = k_start + tl.arange(0, BLOCK_K)
     x_pointers = x + rows[:, None] * ld_x + columns[None, :]
-    a_pointers = a + a_rows[:, None] * ld_a + columns[None, :]
+    if A_TRANS:  # stored [K, R]
+        a_pointers = a + columns[:, None].to(tl.int64) * ld_a + a_rows[None, :]
+        a_step = tl.cast(BLOCK_K, tl.int64) * ld_a
+    else:  # stored [R, K]
+        a_pointers = a + a_rows[:, None] * ld_a + columns[None, :]
+        a_step = tl.cast(BLOCK_K, tl.int64)
     if DROPOUT:
         seed = tl.load(seeds + projection)
         quads = k_start // 4 + tl.arange(0, BLOCK_K // 4)
@@ -50,42 +67,50 @@ def _shrink_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
     for _ in range(first_tile, last_tile):
         x_inside = rows[:, None] < M
-        a_inside = ranks[:, None] < rank
+        a_inside = ranks[None, :] < rank if A_TRANS else ranks[:, None] < rank
         if not EVEN_K:
             x_inside = x_inside & (columns[None, :] < K)
-            a_inside = a_inside & (columns[None, :] < K)
+            a_inside = a_inside & (columns[:, None] < K if A_TRANS else columns[None, :] < K)
             columns += BLOCK_K
         x_tile = tl.load(x_pointers, mask=x_inside, other=0.0)  # [BLOCK_M, BLOCK_K]
-        a_tile = tl.load(a_pointers, mask=a_inside, other=0.0)  # [BLOCK_R, BLOCK_K]
+        a_tile = widen(tl.load(a_pointers, mask=a_inside, other=0.0))
+        if not A_TRANS:
+            a_tile = tl.trans(a_tile)  # [BLOCK_K, BLOCK_R]
         if DROPOUT:
             keep = keep_mask(seed, rows, quads, quads_per_row, threshold)
             x_tile = tl.where(keep, x_tile, tl.zeros_like(x_tile))
             quads += BLOCK_K // 4
-        acc = split_dot(x_tile, tl.trans(widen(a_tile)), acc, SPLIT, PRECISION)
+        acc = split_dot(x_tile, a_tile, acc, SPLIT, PRECISION)
         x_pointers += BLOCK_K
-        a_pointers += BLOCK_K
-    if DROPOUT:
-        acc *= tl.cast(inv_keep, tl.float32)
+        a_pointers += a_step
+    acc *= tl.cast(scale, tl.float32)
 
     out += split.to(tl.int64) * split_stride + projection * rank
     inside = (rows[:, None] < M) & (ranks[None, :] < rank)
     tl.store(out + rows[:, None] * ld_out + ranks[None, :], acc, mask=inside)
 
 
-def shrink(
-    x: torch.Tensor, lora_As: list[torch.Tensor], dropout_p: float, seeds: torch.Tensor | None
-) -> torch.Tensor:
-    """S [M, R] fp32 of x [M, K] and lora_As [r_i, K] (any float dtype); seeds int64 [P] when dropout_p > 0."""
+def thin_product(
+    x: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+    scale: float = 1.0,
+    projections: int = 1,
+    dropout_p: float = 0.0,
+    seeds: torch.Tensor | None = None,
+) -> None:
+    """out = scale * x A^T, x streamed once: x [M, K], A [projections * r, K] row-major or a transposed view.
+
+    out [M, projections * r] fp32 with unit-stride rows; with dropout projection i has mask i of x.
+    """
     x = row_major(x)
     M, K = x.shape
-    ranks = [a.shape[0] for a in lora_As]
+    if out.numel() == 0 or K == 0:
+        out.zero_()
+        return
+    a, ld_a, a_trans = matrix_layout(a)
+    rank = out.shape[1] // projections
     dropout = dropout_p > 0.0
-    if M == 0 or K == 0:
-        return torch.zeros(M, sum(ranks), dtype=torch.float32, device=x.device)
-
-    # With dropout every projection takes `rank` columns of the output; without, there is one stack of them all.
-    rank, projections = (max(ranks), len(ranks)) if dropout else (sum(ranks), 1)
-    a = stack_rows(lora_As, rank if dropout else 0)
     tile = config.shrink(x.dtype, x.device, M, rank, dropout, aligned(K, x.stride(0)))
     block_r = min(pad_rank(rank), tile.n)
     chunks = ceil_div(rank, block_r)
@@ -97,22 +122,35 @@ def shrink(
     splits = max(1, min(k_tiles // 4, config.WAVES * processors(x.device) // programs, 64))
     split_tiles = ceil_div(k_tiles, splits)
     splits = ceil_div(k_tiles, split_tiles)
-
-    width = rank * projections
-    out = torch.empty(splits, M, width, dtype=torch.float32, device=x.device)
-    arguments = dict(
-        x=x, a=a, seeds=seeds, out=out, M=M, K=K, rank=rank, ld_x=x.stride(0), ld_a=a.stride(0), ld_out=width,
-        split_stride=out.stride(0), split_tiles=split_tiles, quads_per_row=ceil_div(K, 4), threshold=threshold_of(dropout_p),
-        inv_keep=1.0 / (1.0 - dropout_p), GROUPS=groups, CHUNKS=chunks, DROPOUT=dropout, EVEN_K=K % tile.k == 0,
-        SPLIT=keeps_fp32(a, x), PRECISION=precision(x.dtype), BLOCK_M=tile.m, BLOCK_K=tile.k, BLOCK_R=block_r,
-    )  # fmt: skip
-    launch(
-        _shrink_kernel, (programs, splits), arguments, x.device, num_warps=tile.warps, num_stages=tile.stages
-    )
-    s = out[0]
+    parts = out[None]
     if splits > 1:
-        s = torch.empty(M, width, dtype=torch.float32, device=x.device)
-        reduce_parts(out, s)
-    if width != sum(ranks):  # unequal ranks were padded to the largest
+        parts = torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    arguments = dict(
+        x=x, a=a, seeds=seeds, out=parts, M=M, K=K, rank=rank, ld_x=x.stride(0), ld_a=ld_a, ld_out=parts.stride(1),
+        split_stride=parts.stride(0), split_tiles=split_tiles, quads_per_row=ceil_div(K, 4),
+        threshold=threshold_of(dropout_p), scale=float(scale), GROUPS=groups, CHUNKS=chunks, DROPOUT=dropout,
+        A_TRANS=a_trans, EVEN_K=K % tile.k == 0, SPLIT=keeps_fp32(a, x), PRECISION=precision(x.dtype),
+        BLOCK_M=tile.m, BLOCK_K=tile.k, BLOCK_R=block_r,
+    )  # fmt: skip
+    grid = (programs, splits)
+    launch(_shrink_kernel, grid, arguments, x.device, num_warps=tile.warps, num_stages=tile.stages)
+    if splits > 1:
+        reduce_parts(parts, out)
+
+
+def shrink(
+    x: torch.Tensor, lora_As: list[torch.Tensor], dropout_p: float, seeds: torch.Tensor | None
+) -> torch.Tensor:
+    """S [M, R] fp32 of x [M, K] and lora_As [r_i, K] (any float dtype); seeds int64 [P] when dropout_p > 0."""
+    ranks = [a.shape[0] for a in lora_As]
+    if dropout_p == 0.0:
+        s = torch.empty(x.shape[0], sum(ranks), dtype=torch.float32, device=x.device)
+        thin_product(x, stack_rows(lora_As), s)
+        return s
+    rank = max(ranks)  # unequal ranks are padded to the largest
+    s = torch.empty(x.shape[0], rank * len(ranks), dtype=torch.float32, device=x.device)
+    a = stack_rows(lora_As, rank)
+    thin_product(x, a, s, 1.0 / (1.0 - dropout_p), len(ranks), dropout_p, seeds)
+    if s.shape[1] != sum(ranks):
         s = torch.cat([s[:, i * rank : i * rank + r] for i, r in enumerate(ranks)], dim=1)
     return s

@@ -18,7 +18,7 @@ static void expand_columns(const ExpandArgs& args, Range range, float* factor) {
       const int64_t rows = min64(ROWS, args.M - m);
       T* here = y + m * args.ldy + first;
       if (m + ROWS < args.M) prefetch(here + ROWS * args.ldy, args.ldy, min64(ROWS, args.M - m - ROWS), n);
-      wide_product(rows, n, args.r, args.s + m * args.lds, args.lds, factor, COLS, Add<T>{here, args.ldy, n});
+      product<false>(rows, n, args.r, args.s + m * args.lds, args.lds, factor, COLS, Add<T>{here, args.ldy, n});
     }
   });
 }

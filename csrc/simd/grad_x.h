@@ -78,9 +78,9 @@ static void grad_x_columns(const GradXArgs& args, Range range, const GradXMemory
         }
         const auto add_to_dx = [&](auto to) {
           if (dropout) {
-            wide_product(rows, n, one.r, ds, args.ldds, factor, COLS, AddKept<decltype(to)>{to, kept, COLS});
+            product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, AddKept<decltype(to)>{to, kept, COLS});
           } else {
-            wide_product(rows, n, one.r, ds, args.ldds, factor, COLS, to);
+            product<false>(rows, n, one.r, ds, args.ldds, factor, COLS, to);
           }
         };
         if (dx != nullptr && in_place) add_to_dx(Add<D>{dx_here, args.lddx, n});

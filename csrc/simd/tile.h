@@ -1,6 +1,3 @@
-#ifndef STRIP
-#define STRIP 12
-#endif
 // The one micro-kernel: out[i, :] += sum_k x[i*rs + k*cs] * p[k, :], a tile of MR rows and NV vectors held in registers.
 // Every product here is an instance of it: shrink and dS (rows of x are tokens), dB and dA (rows of x are columns), expand.
 #pragma once
@@ -86,18 +83,6 @@ static inline void product(int64_t rows, int64_t width, int64_t n, const float* 
   int64_t j = 0;
   for (; j + W < width; j += 2 * W) panel<2>(rows, x, rs, cs, p + j, ldp, n, out.cols_from(j));
   if (j < width) panel<1>(rows, x, rs, cs, p + j, ldp, n, out.cols_from(j));
-}
-
-// The same for a wide result that is added to memory, 12 rows at a time over all columns: whole stretches of a row at once.
-template <class Out>
-static inline void wide_product(int64_t rows, int64_t width, int64_t n, const float* x, int64_t ld, const float* p, int64_t ldp, Out out) {
-#ifdef NOWIDE
-  product<false>(rows, width, n, x, ld, p, ldp, out);
-#else
-  for (int64_t i = 0; i < rows; i += STRIP) {
-    product<false>(min64(STRIP, rows - i), width, n, x + i * ld, ld, p, ldp, out.rows_from(i));
-  }
-#endif
 }
 
 }  // namespace FASTLORA_ISA

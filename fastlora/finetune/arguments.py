@@ -306,6 +306,7 @@ def _read_config(path: str) -> Mapping[str, Any]:
 def _to_argv(config: Mapping[str, Any], parser: argparse.ArgumentParser, source: str) -> list[str]:
     """A mapping as a command line, so that types are checked in one place (YAML reads 2e-4 as a string)."""
     names = _names(parser)
+    choices = {action.dest: action.choices or () for action in parser._actions}
     argv: list[str] = []
     for key, value in config.items():
         name = str(key).replace("-", "_")
@@ -313,6 +314,8 @@ def _to_argv(config: Mapping[str, Any], parser: argparse.ArgumentParser, source:
             raise ValueError(f"{source}: unknown key {key!r}{_nearest(name, names, '')}")
         if value is None:
             continue
+        if value is False and "no" in choices[name]:
+            value = "no"  # YAML reads an unquoted `no` as false
         if isinstance(value, Mapping):
             argv.append(f"--{name}={json.dumps(value)}")
         elif isinstance(value, (list, tuple)):

@@ -28,7 +28,6 @@ def few(x: Tensor, weight: Tensor, dropout_p: float, backend: str) -> bool:
         and backend == "auto"
         and x.dtype == weight.dtype
         and (dropout_p == 0.0 or (x.device.type == "cpu" and _backend.status("cpu").ok))
-        and not torch.compiler.is_compiling()
         and not torch.is_autocast_enabled(x.device.type)
     )
 

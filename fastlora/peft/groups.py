@@ -53,7 +53,8 @@ class ParentState:
         self.backend = backend
         self.projections = projections
         self.mlp = mlp
-        self.dissolved = ""
+        self.mismatched = ""  # why the projections do not share an x after all
+        self.dissolved = False
 
     def names(self) -> set[str]:
         names = {name for group in self.projections for name in group}
@@ -95,17 +96,30 @@ def joins(layer: Any) -> bool:
     )
 
 
-class Scope:
-    """One group of projections during one forward of their parent."""
+class _Kept(NamedTuple):
+    """An output computed ahead, with all that it depends on."""
 
-    __slots__ = ("_backend", "_kept", "_layers", "_parent", "_setting", "_version", "_x")
+    x: Tensor
+    version: int
+    setting: tuple[bool, bool]
+    terms: LinearTerms
+    y: Tensor
+
+
+class Scope:
+    """One group of projections during one forward of their parent.
+
+    Threads that share a model may meet here: every entry carries its own x, and whoever finds
+    nothing that fits computes alone.
+    """
+
+    __slots__ = ("_backend", "_kept", "_layers", "_parent")
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...], backend: str) -> None:
         self._parent = parent
         self._backend = backend
         self._layers: list[Any] = [parent._modules[name] for name in names]
-        self._kept: dict[int, tuple[LinearTerms, Tensor]] | None = None  # None until the first call
-        self._x: Tensor | None = None
+        self._kept: dict[int, _Kept] | None = None  # None until the first call
 
     def take(self, layer: FusedLoraLinear, x: Tensor, terms: LinearTerms) -> Tensor | None:
         """The layer's output for ``x``, computed with its siblings'; None: compute it alone."""
@@ -114,20 +128,16 @@ class Scope:
         kept = self._kept.pop(id(layer), None)
         if kept is None:
             return None
-        if self._x is x and self._version == x._version and self._setting == _setting(x):
-            before, y = kept
-            if _same(before, terms):
-                if not self._kept:
-                    self._x = None
-                return y
+        same_x = kept.x is x and kept.version == x._version and kept.setting == _setting(x)
+        if same_x and _same(kept.terms, terms):
+            return kept.y
         self._mismatch(terms)
         return None
 
     def _compute(self, layer: FusedLoraLinear, x: Tensor, terms: LinearTerms) -> Tensor | None:
-        self._kept = {}
-        if not joins(layer):
-            self._kept = None
+        if not joins(layer) or not any(other is layer for other in self._layers):
             return None
+        self._kept = kept = {}
         members, operands = [layer], [terms]
         for other in self._layers:
             if other is not layer and joins(other):
@@ -141,23 +151,22 @@ class Scope:
         ys = functional.lora_projections(
             x, weights, As, Bs, scalings, biases, dropout_p=terms.dropout_p, backend=self._backend
         )
-        self._x, self._version, self._setting = x, x._version, _setting(x)
         for member, theirs, y in zip(members[1:], operands[1:], ys[1:], strict=True):
-            self._kept[id(member)] = (theirs, y)
+            kept[id(member)] = _Kept(x, x._version, _setting(x), theirs, y)
         return ys[0]
 
     def _mismatch(self, terms: LinearTerms) -> None:
-        self._kept, self._x = {}, None
+        self._kept = {}
         state = self._parent.__dict__.get("_fastlora")
-        if state is None or state.dissolved:
+        if state is None or state.mismatched:
             return
-        state.dissolved = "its projections were called with different inputs"
-        _log.warning(
-            "fastlora: %s: %s; %s", type(self._parent).__name__, state.dissolved, "not grouped"
-        )
+        state.mismatched = "its projections were called with different inputs"
+        # With dropout, going on alone would draw other masks in a recomputation of this forward.
+        state.dissolved = terms.dropout_p == 0.0
+        _log.warning("fastlora: %s: %s", type(self._parent).__name__, state.mismatched)
 
     def close(self) -> None:
-        self._kept, self._x = {}, None
+        self._kept = {}
 
 
 def _setting(x: Tensor) -> tuple[bool, bool]:
@@ -182,7 +191,9 @@ def _mlp(parent: nn.Module, state: ParentState, mlp: GatedMLP, x: Any) -> Tensor
     if isinstance(operands, str):
         return None
     kind, gate, up, down = operands
-    if few_rows.few(x, gate.weight, gate.dropout_p, state.backend):
+    if not torch.compiler.is_compiling() and few_rows.few(
+        x, gate.weight, gate.dropout_p, state.backend
+    ):
         return None
     return functional.lora_mlp(
         x,
@@ -276,9 +287,10 @@ def grouping_class(original: type) -> type:
 def _forward_in_scopes(
     plain_forward: Any, parent: nn.Module, state: ParentState, args: Any, kwargs: Any
 ) -> Any:
-    children, opened = parent._modules, []
+    children, scopes, opened = parent._modules, [], []
     for names in state.projections:
         scope = Scope(parent, names, state.backend)
+        scopes.append(scope)
         for name in names:
             theirs = children[name].__dict__.get("_fastlora")  # type: ignore[union-attr]
             if theirs is not None:
@@ -288,9 +300,9 @@ def _forward_in_scopes(
         return plain_forward(parent, *args, **kwargs)
     finally:
         for theirs in opened:
-            if theirs.scope is not None:
-                theirs.scope.close()
-                theirs.scope = None
+            theirs.scope = None
+        for scope in scopes:
+            scope.close()
 
 
 def _new(original: type) -> nn.Module:
@@ -320,10 +332,11 @@ def regroup(parent: Any, backend: str, groups: frozenset[str]) -> None:
         release(parent)
         return
     if isinstance(before, ParentState):
-        state.dissolved = before.dissolved
+        state.mismatched, state.dissolved = before.mismatched, before.dissolved
     parent.__dict__["_fastlora"] = state
     if not hasattr(type(parent), "_fastlora_original"):
-        parent.__class__ = grouping_class(type(parent))
+        original: Any = type(parent)
+        parent.__class__ = grouping_class(original)
 
 
 class GroupOf(NamedTuple):
@@ -349,7 +362,7 @@ def group_of(parent: nn.Module | None, name: str) -> GroupOf:
         if name not in names:
             continue
         if state.dissolved:
-            return GroupOf("linear", f"not grouped: {state.dissolved}")
+            return GroupOf("linear", f"not grouped: {state.mismatched}")
         mine = linear_terms(parent._modules[name])  # type: ignore[arg-type]
         siblings: dict[str, Any] = {n: parent._modules[n] for n in names if n != name}
         others = [n for n, s in siblings.items() if joins(s) and _together(linear_terms(s), mine)]

@@ -209,13 +209,13 @@ class FusedLoraLinear(MergesExactly, Linear):
             fall_back(state, terms if isinstance(terms, str) else "x is not a plain tensor")
             return Linear.forward(self, x)
         weight, lora_A, lora_B, scaling, bias, p = terms
-        if few_rows.few(x, weight, p, state.backend):
-            return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
-        scope = state.scope
-        if scope is not None:
-            y = scope.take(self, x, terms)
-            if y is not None:
-                return y
+        if not torch.compiler.is_compiling():
+            if few_rows.few(x, weight, p, state.backend):
+                return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
+            if state.scope is not None:
+                y = state.scope.take(self, x, terms)
+                if y is not None:
+                    return y
         return functional.lora_linear(
             x, weight, lora_A, lora_B, scaling, bias, dropout_p=p, backend=state.backend
         )

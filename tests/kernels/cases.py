@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from fastlora import kernels
-from fastlora.ops.dropout import keep_mask
 from torch import Tensor
 
+from fastlora import kernels
+from fastlora.ops.dropout import keep_mask
 from tests.helpers import (
     Projection,
     assert_accurate,
@@ -58,7 +58,9 @@ def case(
 
 
 def forward(c: Case) -> tuple[list[Tensor], Tensor]:
-    weights, lora_As, lora_Bs, scalings, biases = (list(column) for column in zip(*c.parts, strict=True))
+    weights, lora_As, lora_Bs, scalings, biases = (
+        list(column) for column in zip(*c.parts, strict=True)
+    )
     with torch.no_grad():
         return kernels.projections_forward(
             c.x, weights, lora_As, lora_Bs, scalings, biases, c.dropout_p, c.seeds
@@ -103,8 +105,10 @@ def check(c: Case, factor_bar: float | None = None) -> None:
     `factor_bar` bounds the relative error of dA and dB instead.
     """
     M, K = c.x.shape
-    keep = [None if c.seeds is None else keep_mask(seed, M, K, c.dropout_p) for seed in
-            (c.seeds if c.seeds is not None else c.parts)]
+    keep = [
+        None if c.seeds is None else keep_mask(seed, M, K, c.dropout_p)
+        for seed in (c.seeds if c.seeds is not None else c.parts)
+    ]
 
     def plain(x, parts):
         return [unfused(x, part, keep[i], c.dropout_p) for i, part in enumerate(parts)]

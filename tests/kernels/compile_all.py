@@ -41,17 +41,24 @@ def measure(job: tuple[tuple[int, int], str, bool]) -> dict[str, object]:
         file.write(compiled.asm["cubin"])
         file.flush()
         usage = subprocess.run(
-            [tools / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
+            [tools / "cuobjdump", "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         sass = ""
-        if c.tensor_cores or thorough:  # disassembly is a third of the time, and the stack already shows spills
+        if (
+            c.tensor_cores or thorough
+        ):  # disassembly is a third of the time, and the stack already shows spills
             sass = subprocess.run(
                 [tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
             ).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = c.fn.arg_names
     return result | {
-        "tile": {names[p[0]]: v for p, v in c.constexprs.items() if names[p[0]].startswith("BLOCK")},
+        "tile": {
+            names[p[0]]: v for p, v in c.constexprs.items() if names[p[0]].startswith("BLOCK")
+        },
         "warps": c.num_warps,
         "stages": c.num_stages,
         "registers": registers,
@@ -95,17 +102,22 @@ def main() -> None:
 
     from fastlora.kernels import registry
 
-    jobs = [
-        (part, c.name, options.thorough)
-        for part in PARTS
-        for c in registry.compilations(part, options.thorough)
-    ]
+    # Worked out before the workers fork, so that none of them does it again.
+    jobs = []
+    for part in PARTS:
+        _known[part, options.thorough] = {
+            c.name: c for c in registry.compilations(part, options.thorough)
+        }
+        jobs += [(part, name, options.thorough) for name in _known[part, options.thorough]]
     if options.table:
         print("| part | kernel | tile | warps | stages | registers | stack | shared KiB | matrix |")
         print("|---|---|---|---|---|---|---|---|---|")
-    with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
+    with multiprocessing.get_context("fork").Pool(options.processes) as pool:
         for result in pool.imap(measure, jobs):
-            print(_row(result) if options.table and not result["error"] else json.dumps(result), flush=True)
+            print(
+                _row(result) if options.table and not result["error"] else json.dumps(result),
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

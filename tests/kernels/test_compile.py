@@ -7,11 +7,15 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from fastlora.kernels import config, registry
 from fastlora.kernels.launch import recording
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED_LIMIT = {"sm_80": 163 * 1024, "sm_90": 227 * 1024}  # bytes a block may have, CUDA C++ guide, table 27
+SHARED_LIMIT = {
+    "sm_80": 163 * 1024,
+    "sm_90": 227 * 1024,
+}  # bytes a block may have, CUDA C++ guide, table 27
 
 
 def compile_all(*flags: str) -> list[dict]:
@@ -35,7 +39,9 @@ def complaints(result: dict) -> list[str]:
     limit = SHARED_LIMIT[result["part"]]
     found = []
     if result["stack"] or result["spills"]:
-        found.append(f"spills: {result['stack']} bytes of stack, {result['spills']} local loads and stores")
+        found.append(
+            f"spills: {result['stack']} bytes of stack, {result['spills']} local loads and stores"
+        )
     if result["shared"] > limit:
         found.append(f"{result['shared']} bytes of shared memory of {limit}")
     if result["tensor_cores"] and not result["matrix"]:
@@ -45,7 +51,9 @@ def complaints(result: dict) -> list[str]:
 
 def check(results: list[dict]) -> None:
     bad = [
-        f"{r['part']} {r['kernel']}: {'; '.join(found)}" for r in results if (found := complaints(r))
+        f"{r['part']} {r['kernel']}: {'; '.join(found)}"
+        for r in results
+        if (found := complaints(r))
     ]
     assert not bad, "\n".join(bad)
     assert {r["part"] for r in results} == set(SHARED_LIMIT)
@@ -71,8 +79,16 @@ def test_every_tile_is_registered():
                 entry.call()
             for launch in launches:
                 sizes = {n: v for n, v in launch.arguments.items() if n.startswith("BLOCK")}
-                used.add((launch.kernel.__name__, sizes.get("BLOCK_M"), launch.num_warps, launch.num_stages,
-                          sizes.get("BLOCK_N", sizes.get("BLOCK_D", sizes.get("BLOCK_K"))), sizes.get("BLOCK_K")))
+                used.add(
+                    (
+                        launch.kernel.__name__,
+                        sizes.get("BLOCK_M"),
+                        launch.num_warps,
+                        launch.num_stages,
+                        sizes.get("BLOCK_N", sizes.get("BLOCK_D", sizes.get("BLOCK_K"))),
+                        sizes.get("BLOCK_K"),
+                    )
+                )
     tables = {
         "_gemm_kernel": (config.GEMM, lambda t: (t.n, t.k)),
         "_shrink_kernel": (config.SHRINK, lambda t: (t.k, t.k)),

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fastlora.kernels import embedding_backward, embedding_forward
 from torch.nn import functional as F
 
+from fastlora.kernels import embedding_backward, embedding_forward
 from tests.helpers import assert_accurate
 
 from .cases import DTYPES
@@ -31,7 +31,9 @@ def draw(M, D, rank, dtype, adapter_dtype):
     return torch.randn(M, D, dtype=torch.float64).to(dtype), ids, weight, lora_A, lora_B
 
 
-@pytest.mark.parametrize("padding_idx", [None, PADDING, PADDING - V], ids=["none", "id", "negative"])
+@pytest.mark.parametrize(
+    "padding_idx", [None, PADDING, PADDING - V], ids=["none", "id", "negative"]
+)
 @pytest.mark.parametrize(("M", "D", "rank"), [(1, 1, 1), (17, 63, 4), (40, 80, 13), (70, 16, 70)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_fp64(dtype, M, D, rank, padding_idx):
@@ -40,9 +42,7 @@ def test_against_fp64(dtype, M, D, rank, padding_idx):
     da, db = embedding_backward(dy, ids, weight, lora_A, lora_B, SCALE, padding_idx)
     got = {"y": embedding_forward(ids, weight, lora_A, lora_B, SCALE), "dA": da, "dB": db}
     peer = plain(dy, ids, weight, lora_A, lora_B, padding_idx)
-    exact = plain(
-        dy.double(), ids, weight.double(), lora_A.double(), lora_B.double(), padding_idx
-    )
+    exact = plain(dy.double(), ids, weight.double(), lora_A.double(), lora_B.double(), padding_idx)
     for name, value in got.items():
         assert value.dtype == dtype
         assert_accurate(name, value, peer[name], exact[name], dtype)

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from fastlora.kernels import glu_backward, glu_forward
 from torch.nn import functional as F
 
+from fastlora.kernels import glu_backward, glu_forward
 from tests.helpers import assert_accurate
 
 from .cases import DTYPES
@@ -22,7 +22,10 @@ SHAPES = {"one": (1,), "17x63": (17, 63), "1504": (3, 1504), "3d": (2, 5, 31)}
 def plain(dh, gate, up, activation):
     gate, up = gate.detach().requires_grad_(), up.detach().requires_grad_()
     h = ACTIVATIONS[activation](gate) * up
-    return {"h": h.detach(), **dict(zip(("dgate", "dup"), torch.autograd.grad(h, (gate, up), dh), strict=True))}
+    return {
+        "h": h.detach(),
+        **dict(zip(("dgate", "dup"), torch.autograd.grad(h, (gate, up), dh), strict=True)),
+    }
 
 
 def fused(dh, gate, up, activation):
@@ -35,7 +38,9 @@ def fused(dh, gate, up, activation):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_against_fp64(activation, dtype, shape):
-    inputs = [(2 * torch.randn(SHAPES[shape], dtype=torch.float64)).to(DTYPES[dtype]) for _ in range(3)]
+    inputs = [
+        (2 * torch.randn(SHAPES[shape], dtype=torch.float64)).to(DTYPES[dtype]) for _ in range(3)
+    ]
     kept = [t.clone() for t in inputs]
     got = fused(*inputs, activation)
     peer = plain(*inputs, activation)
@@ -62,7 +67,9 @@ def test_large_arguments():
     for activation in ACTIVATIONS:
         h = glu_forward(gate, torch.ones(6), activation)
         torch.testing.assert_close(h, ACTIVATIONS[activation](gate), rtol=1e-5, atol=1e-9)
-        assert all(t.isfinite().all() for t in glu_backward(torch.ones(6), gate, torch.ones(6), activation))
+        assert all(
+            t.isfinite().all() for t in glu_backward(torch.ones(6), gate, torch.ones(6), activation)
+        )
 
 
 def test_empty_and_unknown():

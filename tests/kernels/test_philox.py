@@ -4,6 +4,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+
 from fastlora.kernels import philox_mask
 from fastlora.kernels.dropout import keep_mask
 from fastlora.ops import dropout
@@ -56,9 +57,7 @@ def test_counters_beyond_32_bits():
     first_row, quads_per_row, p = 2**31 + 5, 1024, 0.5
     seeds = torch.tensor([-77])
     out = torch.empty(16, 16, dtype=torch.uint8)
-    _rows_from_kernel[(1,)](
-        out, seeds, first_row, quads_per_row, dropout.threshold(p), BLOCK_M=16
-    )
+    _rows_from_kernel[(1,)](out, seeds, first_row, quads_per_row, dropout.threshold(p), BLOCK_M=16)
     counters = (first_row + torch.arange(16))[:, None] * quads_per_row + torch.arange(4)
     assert int(counters.max()) > 2**32
     words = dropout.philox(seeds[0], counters).view(16, 16)

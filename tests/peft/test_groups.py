@@ -2,7 +2,9 @@
 
 import gc
 import logging
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
@@ -237,6 +239,45 @@ def test_a_change_between_two_members_is_seen(between, caplog):
 
 
 _A = torch.ones(4, 8)
+
+
+def test_with_dropout_a_mismatch_is_survived_and_logged_once(caplog):
+    """Forward and recomputation must draw the same masks, so the group stays."""
+    net = attention(lambda module, x: module.k.set_scale("default", 7.0))
+    for layer in (net.q, net.k):
+        layer.lora_dropout["default"] = nn.Dropout(0.25)
+    x = torch.randn(3, 8)
+    with caplog.at_level(logging.WARNING, logger="fastlora"):
+        for _ in range(2):
+            net.k.set_scale("default", 2.0)
+            assert net(x).isfinite().all()
+    assert len(caplog.records) == 1
+    assert "one pass over x" in models.row(net, "k").reason
+
+
+def test_threads_that_share_a_model_do_not_mix_their_inputs():
+    barrier = threading.Barrier(2)
+    net = attention(lambda module, x: barrier.wait(30))
+    inputs = [torch.randn(3, 8) for _ in range(2)]
+    with torch.no_grad():
+        expected = [net.q(x) + net.k(x) for x in inputs]
+        for _ in range(20):
+            with ThreadPoolExecutor(2) as pool:
+                results = list(pool.map(torch.no_grad()(net), inputs))
+            for got, want in zip(results, expected, strict=True):
+                torch.testing.assert_close(got, want)
+
+
+def test_a_compiled_member_of_an_eager_parent_is_computed_alone():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    net = attention()
+    x = torch.randn(3, 8)
+    want = net(x)
+    net.q.compile(backend="eager", fullgraph=True)
+    for _ in range(3):
+        torch.testing.assert_close(net(x), want)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_nothing_is_kept_after_a_forward(counted):
