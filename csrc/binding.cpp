@@ -221,7 +221,9 @@ void glu_backward(uintptr_t dh, uintptr_t gate, uintptr_t up, uintptr_t dgate, u
 
 PYBIND11_MODULE(_C, m) {
   kernels = detect();
-  m.doc() = "CPU kernels of fastlora: pointers are integers, matrices row-major, row strides (ld*) in elements.";
+  m.doc() =
+      "CPU kernels of fastlora: pointers are integers, matrices row-major, row strides (ld*) in elements. Dropout selects: a dropped"
+      " element adds nothing even where it is NaN or infinite (torch multiplies by its mask, which leaves a NaN).";
   m.attr("F32") = int(F32);
   m.attr("BF16") = int(BF16);
   m.attr("F16") = int(F16);

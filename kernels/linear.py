@@ -129,7 +129,8 @@ def gemm(
         ld_s = s.stride(0)
     block_r = min(pad_rank(rank), config.gemm_ranks(x.device))
     arguments = dict(
-        xs=tuple(xs), ws=tuple(w for w, _, _ in layouts), bias=bias, s=s, b=b, y=y, M=M, N=N, Ks=tuple(t.shape[1] for t in xs), ld_xs=tuple(t.stride(0) for t in xs),
+        xs=tuple(xs), ws=tuple(w for w, _, _ in layouts), bias=bias, s=s, b=b,
+        y=y, M=M, N=N, Ks=tuple(t.shape[1] for t in xs), ld_xs=tuple(t.stride(0) for t in xs),
         ld_ws=tuple(ld for _, ld, _ in layouts), ld_s=ld_s, ld_b=ld_b, ld_y=N, rank=rank,
         scale=float(scale), W_TRANS=tuple(trans for _, _, trans in layouts),
         EVEN_K=all(t.shape[1] % tile.k == 0 for t in xs), HAS_BIAS=bias is not None,

@@ -91,7 +91,6 @@ def projections_backward(
     if need_dx or any(need_dA[i] for i in live):
         if seeds is not None and len(live) < count:
             seeds = torch.stack([seeds[i] for i in live])  # no copy from the host
-
         dx, live_dAs = grad_x(
             list(given.values()), x, ds, [weights[i] for i in live], [lora_As[i] for i in live],
             dropout_p, seeds, need_dx, [need_dA[i] for i in live],

@@ -8,10 +8,7 @@
 namespace fastlora {
 namespace FASTLORA_ISA {
 
-#ifndef RW
-#define RW 48
-#endif
-constexpr int ROWS = RW;  // of a block: a multiple of every tile's rows
+constexpr int ROWS = 48;  // of a block: a multiple of every tile's rows
 constexpr int COLS = 96;  // of a block: a multiple of every tile's rows, of 2 W and of Philox::GROUP
 
 // A block's columns [first, first + n) of a matrix with `total` columns.
