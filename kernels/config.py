@@ -130,9 +130,9 @@ GRAD_DY = {
     # dY is used twice from shared memory; wide in N, because the workspace of dS is a row for every tile of columns.
     "half_90": Tile(64, 256, 32, 8, 3),
     "half_90_64": Tile(64, 128, 64, 8, 3),
-    # dY passes through registers, once plain and once transposed: half the columns.
-    "half_80": Tile(64, 128, 32, 8, 3),
-    "half_80_64": Tile(64, 64, 64, 8, 3),
+    # Without wgmma dY passes through registers, once plain and once transposed: a quarter of the tile.
+    "half_80": Tile(32, 128, 32, 8, 3),
+    "half_80_64": Tile(32, 64, 64, 8, 3),
     "half_odd": Tile(64, 64, 32, 8, 2),
     "fp32": Tile(32, 64, 32, 8, 2),
     "interpreted": Tile(64, 128, 64, 4, 1),

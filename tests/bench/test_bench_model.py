@@ -75,7 +75,9 @@ def test_bytes_alone_take_no_time():
     )
     # PEFT saves a mask and a dropped copy of x for each layer; a fused one regenerates them.
     assert 0 < frozen < peft < peft_dropped
-    assert ours <= ours_dropped < peft_dropped
+    # (On this few rows and without dropout, plain ops serve, which save what PEFT saves.)
+    assert ours <= peft
+    assert ours_dropped < peft_dropped
     rows = outcome.rows()
     assert rows[1]["peers"]["fastlora"]["saved_bytes"] == ours_dropped
     assert rows[0]["peers"]["frozen"]["saved_bytes"] == frozen
