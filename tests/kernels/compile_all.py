@@ -46,13 +46,18 @@ def measure(job: tuple[tuple[int, int], str, bool]) -> dict[str, object]:
             text=True,
             check=True,
         ).stdout
-        sass = ""
-        if (
-            c.tensor_cores or thorough
-        ):  # disassembly is a third of the time, and the stack already shows spills
-            sass = subprocess.run(
-                [tools / "nvdisasm", "-c", file.name], capture_output=True, text=True, check=True
-            ).stdout
+        # Disassembly is a third of the time: the stack shows spills too, and the PTX the matrix instructions.
+        text, pattern = compiled.asm["ptx"], r"\b(?:wgmma\.mma_async|mma)\.sync[.\w]*"
+        if thorough:
+            text, pattern = (
+                subprocess.run(
+                    [tools / "nvdisasm", "-c", file.name],
+                    capture_output=True,
+                    text=True,
+                    check=True,
+                ).stdout,
+                r"\bHG?MMA\.[0-9x.A-Z]*",
+            )
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     names = c.fn.arg_names
     return result | {
@@ -63,9 +68,9 @@ def measure(job: tuple[tuple[int, int], str, bool]) -> dict[str, object]:
         "stages": c.num_stages,
         "registers": registers,
         "stack": stack,
-        "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)),
+        "spills": len(re.findall(r"\b(?:LDL|STL)\b", text)),
         "shared": compiled.metadata.shared,
-        "matrix": sorted(set(re.findall(r"\bHG?MMA\.[0-9x.A-Z]*", sass))),
+        "matrix": sorted(set(re.findall(pattern, text))),
         "tensor_cores": c.tensor_cores,
     }
 
@@ -83,7 +88,9 @@ def _find(part, name, thorough):
 
 def _row(r: dict) -> str:
     tile = " ".join(f"{k.removeprefix('BLOCK_')}{v}" for k, v in r["tile"].items())
-    kind = " ".join(sorted({m.split(".")[0] for m in r["matrix"]})) or "-"
+    kind = (
+        " ".join(sorted({m.split(".")[0] for m in r["matrix"]})) or "-"
+    )  # HMMA, HGMMA, or PTX's mma, wgmma
     return (
         f"| {r['part']} | {r['kernel']} | {tile} | {r['warps']} | {r['stages']} | {r['registers']} | {r['stack']} "
         f"| {r['shared'] / 1024:.0f} | {kind} |"
