@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
     """PEFT's config for this model.
 
     Raises:
-        ValueError: `layers`, `layers_to_transform` or `target_modules` names what the model does not have.
+        ValueError: `layers`, `layers_to_transform`, `target_modules` or `modules_to_save` names what the model does
+            not have.
     """
     from peft import LoraConfig
 
@@ -46,17 +48,20 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
         if count is not None and index >= count:
             raise ValueError(f"layers_to_transform: got {index}, but the model has {count} layers")
     if targets == ["all-linear"]:
-        targets = "all-linear"
+        # PEFT takes indices beside names only, and would adapt a name outside the layers (lm_head) all the same
+        targets = "all-linear" if indices is None else _linear_names(model, inside_layers=True)
     elif isinstance(targets, list):
         names = [name for name, _ in model.named_modules()]
         for target in targets:
             if not any(name == target or name.endswith(f".{target}") for name in names):
-                known = sorted(
-                    {n.rpartition(".")[2] for n, m in model.named_modules() if _is_linear(m)}
-                )
                 raise ValueError(
-                    f"target_modules: got {target!r}, but the model's layers are {', '.join(known)}"
+                    f"target_modules: got {target!r}, but the model's layers are "
+                    + ", ".join(_linear_names(model))
                 )
+    for name in arguments.modules_to_save or ():
+        # PEFT, which compares endings, says nothing of a name that no module has
+        if not any(known.endswith(name) for known, _ in model.named_modules()):
+            raise ValueError(f"modules_to_save: got {name!r}, but the model has no such module")
     initial = {"true": True, "false": False}.get(
         arguments.init_lora_weights.lower(), arguments.init_lora_weights
     )
@@ -130,6 +135,17 @@ def _layer_count(model: Any) -> int | None:
     if hasattr(config, "get_text_config"):
         config = config.get_text_config()
     return getattr(config, "num_hidden_layers", None)
+
+
+def _linear_names(model: nn.Module, *, inside_layers: bool = False) -> list[str]:
+    """Last names of the linear modules, each once; of all, or of those inside numbered layers."""
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if _is_linear(module) and (not inside_layers or re.search(r"\.\d+\.", name))
+        }
+    )
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -197,6 +197,8 @@ def _check(
             raise ValueError(f"{name}: missing; --model, --data and --output_dir are needed")
     if model.model.endswith(".gguf") and not os.path.isfile(model.model):
         raise ValueError(f"model: no such file {model.model}")
+    if _is_path(model.model) and not os.path.exists(model.model):
+        raise ValueError(f"model: no such directory {model.model}")
     if lora.r < 1:
         raise ValueError(f"r: got {lora.r}, takes 1 or more")
     if lora.lora_alpha < 1:
@@ -234,6 +236,11 @@ def _check(
     _check_backend(model)
 
 
+def _is_path(model: str) -> bool:
+    """Whether `--model` can only be a path: a hub id has at most one slash, and none in front."""
+    return os.path.isabs(model) or model.startswith(".") or model.count("/") > 1
+
+
 def _check_backend(model: ModelArguments) -> None:
     from fastlora import backend
 
@@ -261,8 +268,26 @@ def _check_training(settings: Settings) -> None:
     ):
         if getattr(training, name) < 1:
             raise ValueError(f"{name}: got {getattr(training, name)}, takes 1 or more")
-    if training.max_steps <= 0 and training.num_train_epochs <= 0:
+    for name in ("learning_rate", "weight_decay"):
+        if not 0 <= getattr(training, name) < float("inf"):
+            raise ValueError(f"{name}: got {getattr(training, name)}, takes a number from 0 up")
+    if training.max_steps == 0:  # Trainer would take one step
+        raise ValueError("max_steps: got 0, takes 1 or more, or -1 for num_train_epochs")
+    if training.max_steps < 0 and training.num_train_epochs <= 0:
         raise ValueError(f"num_train_epochs: got {training.num_train_epochs}, takes more than 0")
+    _check_reporters(training)
+
+
+def _check_reporters(training: TrainingArguments) -> None:
+    """Make Trainer's loggers once: one whose package is missing would stop the run only behind the model's loading."""
+    from transformers.integrations import get_reporting_integration_callbacks
+
+    for name in training.report_to:
+        try:
+            for kind in get_reporting_integration_callbacks([name]):
+                kind()
+        except (RuntimeError, ImportError, ValueError) as error:
+            raise ValueError(f"report_to: {name} cannot serve here ({error})") from None
 
 
 def parse_pattern(name: str, text: str | None) -> dict[str, int]:
@@ -274,7 +299,7 @@ def parse_pattern(name: str, text: str | None) -> dict[str, int]:
     except json.JSONDecodeError:
         pattern = None
     if not isinstance(pattern, dict) or not all(
-        isinstance(v, int) and v >= 1 for v in pattern.values()
+        type(v) is int and v >= 1 for v in pattern.values()
     ):
         raise ValueError(f'{name}: got {text!r}, takes JSON such as {{"q_proj": 16}}')
     return pattern

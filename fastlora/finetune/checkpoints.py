@@ -97,6 +97,7 @@ def save_directory(save: Callable[[str], Any], directory: Path) -> None:
         # The weights last: a reader that finds them finds the config that they were saved with.
         for path in sorted(temporary.iterdir(), key=lambda path: path.suffix == ".safetensors"):
             if path.is_file():
+                path.chmod(0o666 & ~_umask())  # safetensors makes its files private
                 os.replace(path, directory / path.name)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -137,6 +137,9 @@ def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Resu
     with warnings.catch_warnings():
         # PEFT looks for the base's config.json on every save; a GGUF file has none beside it, and that is fine.
         warnings.filterwarnings("ignore", message="Could not find a config file")
+        warnings.filterwarnings(
+            "ignore", message="'pin_memory' argument is set"
+        )  # Trainer's default, on a CPU
         resume_from = prepared.resume_from
         trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         if prepared.evaluation is not None and _needs_last_evaluation(trainer):
@@ -245,7 +248,10 @@ def _adapt(model: Any, settings: Settings) -> tuple[Any, dict[str, Any]]:
     ):
         model.enable_input_require_grads()  # reentrant checkpointing sees no gradient path from frozen embeddings
     set_seed(args.seed)
-    model = get_peft_model(model, config)
+    with warnings.catch_warnings():
+        # PEFT's own use of a name that transformers is about to drop.
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        model = get_peft_model(model, config)
     if settings.model.fuse:
         fastlora.fuse(model, backend=settings.model.backend)
         text, fusion = report.describe_fusion(model)
@@ -256,7 +262,8 @@ def _adapt(model: Any, settings: Settings) -> tuple[Any, dict[str, Any]]:
     trained, total = model.get_nb_trainable_parameters()
     say(f"{trained:,} of {total:,} parameters train ({trained / total:.2%})")
     lora = {name: value for name, value in vars(settings.lora).items() if value is not None}
-    lora |= {"target_modules": sorted(model.peft_config["default"].target_modules)}
+    targets = model.peft_config["default"].target_modules
+    lora["target_modules"] = sorted({name.rpartition(".")[2] for name in targets})
     return model, {
         "adapter": lora | {"trained_parameters": trained, "parameters": total},
         "fusion": fusion,

@@ -52,6 +52,14 @@ class LoRATrainer(Trainer):
         if self._buckets is not None:
             self._buckets.set_epoch(epoch)
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer's, but no step beyond the last: Trainer asks for the end behind a step only, so that a run resumed
+        from its very last checkpoint would take one more."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **kwargs)
+
     def training_step(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> torch.Tensor:

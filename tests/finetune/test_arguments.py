@@ -1,5 +1,8 @@
 """Bad arguments are refused before anything is loaded, by name; good ones come from a file too."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from fastlora import finetune
@@ -8,18 +11,38 @@ from tests.finetune import tiny
 
 BAD = {
     "r": ({"r": 0}, "r: got 0"),
+    "r-text": ({"r": "many"}, "--r.*: invalid int value: 'many'"),
     "dropout": ({"lora_dropout": 1.0}, "lora_dropout: got 1.0"),
+    "dropout-nan": ({"lora_dropout": "nan"}, "lora_dropout: got nan"),
     "alpha": ({"lora_alpha": 0}, "lora_alpha: got 0"),
+    "bias": ({"bias": "some"}, "--bias: invalid choice: 'some'"),
+    "bool": ({"use_dora": "maybe"}, "--use_dora.* got maybe"),
     "layers": ({"layers": "bottom:3"}, "layers: got 'bottom:3', takes top:N"),
-    "backend": ({"backend": "gpu"}, "backend: got 'gpu'"),
+    "layers-0": ({"layers": "top:0"}, "layers: got 'top:0', takes top:N"),
+    "layers-twice": ({"layers": "top:1", "layers_to_transform": [0]}, "takes one of the two"),
+    "index": ({"layers_to_transform": [-1]}, "layers_to_transform: got -1"),
+    "backend": ({"backend": "gpu"}, "backend: got 'gpu', takes auto"),
     "eval": ({"eval_strategy": "steps", "eval_steps": 2}, "eval_strategy: .* needs eval_data"),
     "fraction": ({"eval_fraction": 1.5}, "eval_fraction: got 1.5"),
     "both-evals": ({"eval_fraction": 0.1, "eval_data": ["x"]}, "takes one of the two"),
     "model": ({"model": ""}, "model: missing"),
     "gguf": ({"model": "absent.gguf"}, "model: no such file"),
-    "batch": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size"),
+    "directory": ({"model": "/absent/model"}, "model: no such directory /absent/model"),
+    "batch": ({"per_device_train_batch_size": 0}, "per_device_train_batch_size: got 0"),
+    "accumulation": ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps: got 0"),
+    "rate": ({"learning_rate": -1.0}, "learning_rate: got -1.0"),
+    "rate-nan": ({"learning_rate": "nan"}, "learning_rate: got nan"),
+    "decay": ({"weight_decay": -0.1}, "weight_decay: got -0.1"),
+    "steps": ({"max_steps": 0}, "max_steps: got 0"),
+    "epochs": ({"max_steps": -1, "num_train_epochs": 0}, "num_train_epochs: got 0"),
+    "length": ({"max_length": 1}, "max_length: got 1"),
+    "multiple": ({"pad_to_multiple_of": 0}, "pad_to_multiple_of: got 0"),
+    "template": ({"prompt_template": "Q {inpt}"}, "prompt_template: got 'Q {inpt}'"),
     "pattern": ({"rank_pattern": "q_proj"}, "rank_pattern: got"),
-    "unknown-key": ({"learning_rat": 1e-3}, "'learning_rat'; did you mean learning_rate"),
+    "pattern-bool": ({"alpha_pattern": '{"q_proj": true}'}, "alpha_pattern: got"),
+    "precision": ({"fp16": True, "bf16": True}, "fp16 and bf16"),
+    "reporter": ({"report_to": "tensorbored"}, "report_to: tensorbored cannot serve here"),
+    "scheduler": ({"lr_scheduler_type": "zigzag"}, "--lr_scheduler_type.*'zigzag'"),
 }
 
 
@@ -30,6 +53,43 @@ def test_refused_by_the_parser(options, case):
         parse(options | changes)
 
 
+@pytest.mark.parametrize("case", ["r", "dropout", "layers", "backend", "eval", "directory"])
+def test_the_command_refuses_likewise(options, capsys, case):
+    changes, message = BAD[case]
+    assert main(tiny.argv(options | changes)) == 2
+    printed = capsys.readouterr()
+    assert re.fullmatch(rf"fastlora finetune: error: .*{message}.*\n", printed.err)
+    assert printed.out == ""
+    assert not Path(options["output_dir"]).exists()
+
+
+def test_a_reporter_that_is_not_installed_is_refused_early(options, monkeypatch):
+    from transformers.integrations import integration_utils
+
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: False)
+    with pytest.raises(ValueError, match=r"report_to: wandb cannot serve here .*pip install wandb"):
+        parse(options | {"report_to": "wandb"})
+
+
+def test_unknown_names_come_with_the_nearest(options):
+    for wrong, right in (("learning_rat", "learning_rate"), ("lora-alpa", "lora_alpha")):
+        with pytest.raises(ValueError, match=f"unknown key '{wrong}'; did you mean {right}"):
+            parse(options | {wrong: 1})
+        with pytest.raises(
+            ValueError, match=rf"unknown option --{wrong}; did you mean --{right}\?"
+        ):
+            parse([*tiny.argv(options), f"--{wrong}=1"])
+    with pytest.raises(ValueError, match="unknown option --zzzz; see fastlora finetune --help"):
+        parse([*tiny.argv(options), "--zzzz", "1"])
+    with pytest.raises(ValueError, match="got 'stray' where an option was expected"):
+        parse(["stray", *tiny.argv(options)])
+
+
+def test_an_option_cut_short_is_not_guessed(options):
+    with pytest.raises(ValueError, match="unknown option --lora_drop"):
+        parse([*tiny.argv(options), "--lora_drop", "0.5"])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -37,7 +97,10 @@ def test_refused_by_the_parser(options, case):
         ({"layers": "top:99"}, "the model has 2 layers"),
         ({"layers_to_transform": [7]}, "layers_to_transform: got 7"),
         ({"target_modules": ["qq_proj"]}, "target_modules: got 'qq_proj', but the model's layers"),
-        ({"max_length": 3}, "max_length|no row left"),
+        ({"modules_to_save": ["lm_heads"]}, "modules_to_save: got 'lm_heads'"),
+        ({"eval_fraction": 0.999}, "eval_fraction: got 0.999, which leaves 0 rows to train on"),
+        ({"model": "absent"}, "model: cannot load a tokenizer from absent"),
+        ({"max_length": 3}, "max_length: got 3, and every row is longer"),
         ({"resume_from_checkpoint": "absent"}, "resume_from_checkpoint: absent"),
         ({"resume_from_checkpoint": "true"}, "holds no usable checkpoint"),
     ],
@@ -57,6 +120,16 @@ def test_output_dir_is_tried_before_the_model_is_loaded(options, tmp_path, monke
         run(parse(options | {"output_dir": str(tmp_path / "file" / "out")}))
 
 
+def test_nothing_is_loaded_for_data_that_are_refused(options, tmp_path, monkeypatch):
+    for name in ("load_model", "load_tokenizer"):
+        monkeypatch.setattr(f"fastlora.finetune.running.{name}", lambda *_: pytest.fail("loaded"))
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"input": "a", "output": "b"}\n{"input": 1}\n')
+    with pytest.raises(ValueError, match=r"bad\.jsonl:2: missing output"):
+        run(parse(options | {"data": [str(data)]}))
+    assert not Path(options["output_dir"]).exists()
+
+
 def test_config_file_and_command_line(options, tmp_path):
     """YAML holds the same names (2e-4 is a string to it); what the command line gives wins."""
     config = tmp_path / "run.yaml"
@@ -66,10 +139,17 @@ def test_config_file_and_command_line(options, tmp_path):
     assert settings.training.learning_rate == 2e-4
     assert settings.lora.r == 2
     assert settings.lora.lora_alpha == 8
+    assert settings.lora.target_modules == ["all-linear"]
+    assert settings.training.disable_tqdm is True
+    assert settings.training.save_strategy == "no"  # though YAML reads no as false
     config.write_text("lora_dropuot: 0.1\n")
     with pytest.raises(
         ValueError, match=r"run\.yaml: unknown key 'lora_dropuot'; did you mean lora_dropout"
     ):
+        parse(["--config", str(config)])
+    assert main(["--config", str(config)]) == 2
+    config.write_text("r: [1\n")
+    with pytest.raises(ValueError, match=r"config: .*run\.yaml is not YAML"):
         parse(["--config", str(config)])
     config.write_text("- a list\n")
     with pytest.raises(ValueError, match="takes a mapping"):
@@ -100,17 +180,6 @@ def test_public_names():
     assert callable(finetune.parse)
     with pytest.raises(AttributeError):
         finetune.absent  # noqa: B018
-
-
-def test_layers_top_adapts_the_attention_of_the_top(options):
-    changes = {"layers": "top:1", "target_modules": None, "max_steps": 1}
-    result = run(parse({k: v for k, v in (options | changes).items() if v is not None}))
-    adapted = {
-        name.split(".lora_")[0] for name, _ in result.model.named_parameters() if "lora_" in name
-    }
-    assert {name.split("layers.")[1] for name in adapted} == {
-        f"1.self_attn.{part}_proj" for part in "qkvo"
-    }
 
 
 def test_rows_longer_than_the_model(options, tmp_path):

@@ -1,210 +1,231 @@
-"""Whole runs on a tiny model: what they leave behind, resuming bit for bit, killed processes."""
+"""Whole runs on a tiny model: what they leave behind, Trainer's options, two processes."""
 
 import json
-import os
-import shutil
-import signal
+import math
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+import fastlora
+from fastlora import backend
 from fastlora.finetune import parse, run
 from tests.finetune import tiny
 
-ROOT = Path(__file__).resolve().parents[2]
+METRICS = {
+    *("model", "steps", "epochs", "resumed_from", "train_loss_first", "train_loss_last"),
+    *("eval_loss_before", "eval_loss_after", "best_eval_loss", "seconds", "step_seconds"),
+    *("tokens", "tokens_with_padding", "tokens_per_second", "data", "adapter", "fusion"),
+    *("training", "loss", "eval_loss", "versions", "device", "threads"),
+}
+EVALUATING = {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2}
 
 
-def losses(metrics):
-    return {entry["step"]: entry["loss"] for entry in metrics["loss"]}
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    """(result, output directory) of one run with evaluation."""
+    directory = tmp_path_factory.mktemp("finished")
+    options = tiny.options(base, directory)
+    options |= {"eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 4}
+    options |= {"eval_on_start": True}
+    return run(parse(options)), Path(options["output_dir"])
 
 
-def adapter(directory):
-    return load_file(Path(directory) / "adapter_model.safetensors")
-
-
-def test_a_run_and_what_it_leaves(options, base):
-    settings = parse(
-        options
-        | {"eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True}
-    )
-    result = run(settings)
-    out = Path(options["output_dir"])
-    metrics = json.loads((out / "metrics.json").read_text())
+def test_metrics_of_a_run(finished):
+    result, out = finished
+    metrics = json.loads((out / "metrics.json").read_text("utf-8"))
+    assert metrics == result.metrics
+    assert set(metrics) == METRICS
     assert metrics["steps"] == 8
-    assert metrics["eval_loss_after"] < metrics["eval_loss_before"]
+    assert metrics["resumed_from"] is None
+    assert sorted(tiny.losses(metrics)) == list(range(1, 9))
+    assert [entry["step"] for entry in metrics["eval_loss"]] == [0, 4, 8]
     assert metrics["train_loss_last"] < metrics["train_loss_first"]
-    assert metrics["tokens_per_second"] > 0
-    assert metrics["fusion"]["layers"] == metrics["fusion"]["fused"] == 14
-    assert 0 <= metrics["data"]["padding_share"] < 1
-    assert metrics["data"]["train_rows"] + metrics["data"]["eval_rows"] == 24
-    assert (out / "loss.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert metrics["eval_loss_after"] < metrics["eval_loss_before"]
+    assert metrics["tokens_per_second"] == metrics["tokens"] / metrics["step_seconds"]
+    assert 0 < metrics["step_seconds"] < metrics["seconds"]
+    data = metrics["data"]
+    assert data["train_rows"] + data["eval_rows"] == 24
+    assert data["lines"]["data"]["kept"] == data["lines"]["data"]["read"] == 24
+    assert 0 < data["trained_tokens_an_epoch"] < data["tokens_an_epoch"]
+    assert 0 < data["padding_share"] < data["padding_share_random"] < 1
+    adapter = metrics["adapter"]
+    assert (adapter["r"], adapter["lora_alpha"], adapter["lora_dropout"]) == (4, 8, 0.1)
+    assert adapter["target_modules"] == sorted(tiny.LINEAR)
 
+
+def test_tokens_are_counted(options):
+    """One epoch's tokens, counted in its steps, are those of the data."""
+    options = {**options, "num_train_epochs": 1}
+    del options["max_steps"]
+    metrics = run(parse(options)).metrics
+    data = metrics["data"]
+    assert metrics["tokens"] == data["tokens_an_epoch"]
+    assert 1 - metrics["tokens"] / metrics["tokens_with_padding"] == pytest.approx(
+        data["padding_share"]
+    )
+
+
+def test_every_layer_is_fused(finished):
+    result, _ = finished
+    fusion = result.metrics["fusion"]
+    assert (fusion["layers"], fusion["fused"], fusion["unfused"]) == (14, 14, {})
+    assert sum(fusion["backends"].values()) == 14
+    assert set(fusion["backends"]) <= set(backend.NAMES)
+    rows = fastlora.explain(result.model).rows
+    assert len(rows) == 14
+    assert all(row.fused for row in rows)
+
+
+def test_files_of_a_run(finished):
+    _, out = finished
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    names = {path.name for path in out.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= names
+    assert not {name for name in names if name.startswith(".")}  # nothing half written
+    modes = {path.name: path.stat().st_mode & 0o777 for path in out.iterdir() if path.is_file()}
+    assert modes["adapter_model.safetensors"] == modes["metrics.json"] == modes["loss.png"]
+
+
+def test_the_adapter_loads_into_the_plain_base(finished, base):
+    result, out = finished
     ids = torch.randint(0, 200, (2, 9))
-    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), str(out)).eval()
+    bare = AutoModelForCausalLM.from_pretrained(base).eval()
     with torch.no_grad():
+        untrained = bare(input_ids=ids).logits
+        plain = PeftModel.from_pretrained(bare, str(out)).eval()
         expected = plain(input_ids=ids).logits
         got = result.model.eval()(input_ids=ids).logits
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert (expected - untrained).abs().max() > 1e-2
+    saved = plain.state_dict()
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(saved[name], value), name
 
 
-class _Stop(TrainerCallback):
-    """Ends the run after a step, as a cut would, but in the same process."""
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step >= self.step
-
-
-@pytest.mark.parametrize("sampling", ["group_by_length", "random"])
-def test_resumed_losses_are_those_of_a_run_never_cut(options, tmp_path, sampling):
-    """Dropout on, through an epoch's end: bit for bit, losses and adapter."""
-    options |= {"train_sampling_strategy": sampling, "save_strategy": "steps", "save_steps": 4}
-    options |= {"max_steps": 9}
-    if sampling == "random":
-        options |= {"group_by_length": "false"}
-        options = {k: v for k, v in options.items() if k != "group_by_length"}
-    whole = run(parse(options | {"output_dir": str(tmp_path / "whole")})).metrics
-    cut_dir = str(tmp_path / "cut")
-    run(parse(options | {"output_dir": cut_dir}), callbacks=[_Stop(5)])
-    assert (tmp_path / "cut" / "checkpoint-4").is_dir()
-    for later in ("checkpoint-5",):
-        shutil.rmtree(tmp_path / "cut" / later, ignore_errors=True)
-    resumed = run(parse(options | {"output_dir": cut_dir})).metrics
-    assert resumed["resumed_from"] == "checkpoint-4"
-    expected, got = losses(whole), losses(resumed)
-    assert {s: got[s] for s in range(5, 10)} == {s: expected[s] for s in range(5, 10)}
-    for name, value in adapter(tmp_path / "whole").items():
-        assert torch.equal(adapter(cut_dir)[name], value), name
-
-
-def test_a_half_written_checkpoint_is_skipped(options, tmp_path, capsys):
-    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    run(parse(options))
-    newest = Path(options["output_dir"]) / "checkpoint-4"
-    weights = newest / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-10])
-    capsys.readouterr()
-    metrics = run(parse(options | {"max_steps": 6})).metrics
-    said = capsys.readouterr().out
-    assert "checkpoint-4: adapter_model.safetensors is cut off" in said
-    assert metrics["resumed_from"] == "checkpoint-2"
-
-
-def test_another_adapter_is_not_resumed(options):
-    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
-    run(parse(options))
-    with pytest.raises(ValueError, match=r"r: got 2, but .* has 4"):
-        run(parse(options | {"r": 2, "max_steps": 4}))
-
-
-def _argv(options):
-    words = []
-    for name, value in options.items():
-        words += [f"--{name}", *value] if isinstance(value, list) else [f"--{name}={value}"]
-    return words
-
-
-def _environment():
-    return os.environ | {"PYTHONPATH": str(ROOT), "TRITON_INTERPRET": "0", "OMP_NUM_THREADS": "1"}
-
-
-def test_a_killed_run_leaves_a_usable_checkpoint(options):
-    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 100000}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "fastlora.finetune", *_argv(options)],
-        env=_environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    out = Path(options["output_dir"])
-    deadline = time.monotonic() + 200
-    try:
-        while len(list(out.glob("checkpoint-*/trainer_state.json"))) < 2:
-            assert process.poll() is None, "the run ended by itself"
-            assert time.monotonic() < deadline, "no checkpoint within 200 s"
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    done = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
-    metrics = run(parse(options | {"max_steps": done + 3})).metrics
-    assert int(metrics["resumed_from"].split("-")[1]) >= done - 2
-    assert metrics["steps"] == done + 3
-
-
-def test_two_processes(options):
-    """torchrun, gloo: one adapter, and finite losses that both ranks agreed on."""
-    options |= {"max_steps": 3, "ddp_backend": "gloo", "lora_r": options.pop("r")}
+def test_two_processes_take_the_steps_of_one(options, tmp_path):
+    """torchrun with gloo: twice 2 rows a step train as 4 rows do, and leave one adapter."""
+    options |= {"max_steps": 3, "lora_dropout": 0.0}
+    one = run(parse(options | {"output_dir": str(tmp_path / "one")})).metrics
+    options |= {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    options["lora_r"] = options.pop("r")
     done = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc_per_node", "2", "-m", "fastlora.finetune"),
-            *_argv(options),
+            *tiny.argv(options),
         ],
-        env=_environment(),
+        env=tiny.environment(),
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("adapter, metrics.json and loss.png are in") == 1
     metrics = json.loads((Path(options["output_dir"]) / "metrics.json").read_text())
     assert metrics["training"]["processes"] == 2
-    assert metrics["steps"] == 3
-    assert all(loss is not None for loss in losses(metrics).values())
-    assert adapter(options["output_dir"])
+    assert metrics["tokens"] == one["tokens"]
+    assert sorted(tiny.losses(metrics)) == [1, 2, 3]
+    for step, loss in tiny.losses(one).items():
+        assert tiny.losses(metrics)[step] == pytest.approx(loss, rel=1e-5)
+    expected = tiny.adapter(tmp_path / "one")
+    got = tiny.adapter(options["output_dir"])
+    assert got.keys() == expected.keys()
+    for name, value in got.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"gradient_checkpointing": True},
         {"bf16": True},
+        {"dtype": "bfloat16"},
         {"gradient_accumulation_steps": 2},
         {"bias": "all"},
+        {"lora_bias": True},
         {"use_dora": True},
+        {"use_rslora": True},
         {"fuse": False},
+        {"modules_to_save": ["lm_head"]},
+        {"rank_pattern": '{"q_proj": 2}'},
         {"lr_scheduler_type": "cosine", "warmup_steps": 1, "weight_decay": 0.01},
+        {"train_sampling_strategy": "random"},
+        {"pad_to_multiple_of": 8},
         {"report_to": "tensorboard"},
     ],
     ids=lambda changes: next(iter(changes)),
 )
 def test_trainer_options(options, changes):
-    metrics = run(parse(options | {"max_steps": 2} | changes)).metrics
-    assert metrics["steps"] == 2
-    assert all(loss is not None for loss in losses(metrics).values())
+    result = run(parse(options | {"max_steps": 2} | changes))
+    assert result.metrics["steps"] == 2
+    found = tiny.losses(result.metrics)
+    assert sorted(found) == [1, 2]
+    assert all(math.isfinite(loss) and 4 < loss < 7 for loss in found.values())  # log 259 is 5.56
+    trained = [
+        p.detach().abs().max()
+        for n, p in result.model.named_parameters()
+        if "lora_B" in n and "bias" not in n
+    ]
+    assert len(trained) == 14
+    assert all(0 < size < 1 for size in trained)  # B began as 0
+    fused = 0 if {"fuse", "use_dora"} & changes.keys() else 14
+    assert result.metrics["fusion"]["fused"] == fused
 
 
-def test_checkpointing_changes_no_loss(options, tmp_path):
+def test_bf16_computes_in_bf16(options, tmp_path):
+    full = run(parse(options | {"output_dir": str(tmp_path / "a"), "max_steps": 2})).metrics
+    half = run(
+        parse(options | {"output_dir": str(tmp_path / "b"), "max_steps": 2, "bf16": True})
+    ).metrics
+    assert half["training"]["bf16"] is True
+    assert tiny.losses(half) != tiny.losses(full)
+    assert tiny.losses(half) == pytest.approx(tiny.losses(full), rel=5e-3)
+
+
+@pytest.mark.parametrize("reentrant", ["false", "true"])
+def test_checkpointing_changes_no_loss(options, tmp_path, reentrant):
     """Recomputed dropout masks are the same ones: the losses are equal bit for bit."""
-    plain = run(parse(options | {"output_dir": str(tmp_path / "a"), "max_steps": 3})).metrics
-    checkpointed = run(
-        parse(
-            options
-            | {"output_dir": str(tmp_path / "b"), "max_steps": 3, "gradient_checkpointing": True}
-        )
-    ).metrics
-    assert losses(plain) == losses(checkpointed)
+    options |= {"max_steps": 3}
+    plain = run(parse(options | {"output_dir": str(tmp_path / "a")}))
+    options |= {"output_dir": str(tmp_path / "b"), "gradient_checkpointing": True}
+    options |= {"gradient_checkpointing_kwargs": f'{{"use_reentrant": {reentrant}}}'}
+    checkpointed = run(parse(options))
+    assert any(getattr(m, "gradient_checkpointing", False) for m in checkpointed.model.modules())
+    assert tiny.losses(plain.metrics) == tiny.losses(checkpointed.metrics)
 
 
-def test_best_model_is_kept(options):
-    metrics = run(
-        parse(
-            options
-            | {"eval_fraction": 0.25, "eval_strategy": "steps", "eval_steps": 2, "max_steps": 6}
-            | {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True}
-        )
-    ).metrics
-    assert metrics["eval_loss_after"] == pytest.approx(metrics["best_eval_loss"], rel=1e-6)
+class _Spoil(TrainerCallback):
+    """Makes the adapter worse than any training would, once a step is done."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == self.step:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if "lora_B" in name:
+                        parameter.mul_(-300)
+
+
+def test_the_best_model_is_kept(options):
+    """The evaluation of step 4 is the best: what is saved is what was there then."""
+    options |= EVALUATING | {"save_strategy": "steps", "save_steps": 2, "max_steps": 6}
+    options |= {"load_best_model_at_end": True}
+    result = run(parse(options), callbacks=[_Spoil(5)])
+    metrics = result.metrics
+    found = {entry["step"]: entry["loss"] for entry in metrics["eval_loss"][:3]}
+    assert found[4] < found[2] < found[6]
+    assert metrics["best_eval_loss"] == found[4]
+    assert metrics["eval_loss_after"] == pytest.approx(found[4], rel=1e-6)
+    out = Path(options["output_dir"])
+    best, saved = tiny.adapter(out / "checkpoint-4"), tiny.adapter(out)
+    assert all(torch.equal(saved[name], value) for name, value in best.items())
 
 
 def test_fused_and_unfused_runs_agree(options, tmp_path):
@@ -212,11 +233,43 @@ def test_fused_and_unfused_runs_agree(options, tmp_path):
     options |= {"lora_dropout": 0.0}
     fused = run(parse(options | {"output_dir": str(tmp_path / "a")})).metrics
     plain = run(parse(options | {"output_dir": str(tmp_path / "b"), "fuse": False})).metrics
-    for step, loss in losses(plain).items():
-        assert losses(fused)[step] == pytest.approx(loss, rel=1e-4)
+    assert (fused["fusion"]["fused"], plain["fusion"]["fused"]) == (14, 0)
+    assert tiny.losses(fused) == pytest.approx(tiny.losses(plain), rel=1e-4)
 
 
 def test_messages_train(options, tmp_path):
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     chat = tiny.write(tmp_path / "chat.jsonl", [{"messages": messages}, *tiny.rows(7)])
-    assert run(parse(options | {"data": [str(chat)], "max_steps": 2})).metrics["steps"] == 2
+    metrics = run(parse(options | {"data": [str(chat)], "max_steps": 2})).metrics
+    assert (metrics["steps"], metrics["data"]["train_rows"]) == (2, 8)
+
+
+def test_evaluation_data_of_their_own(options, tmp_path, capsys):
+    """A file to evaluate on; prompts that are trained too are said."""
+    held_out = tiny.write(tmp_path / "eval.jsonl", tiny.rows(5))
+    changes = {"eval_data": [str(held_out)], "max_steps": 2}
+    metrics = run(parse(options | changes)).metrics
+    assert (metrics["data"]["eval_rows"], metrics["data"]["eval_inputs_also_trained"]) == (5, 5)
+    assert [entry["step"] for entry in metrics["eval_loss"]] == [2]
+    assert "evaluating on 5 rows; 5 of their inputs are also trained on" in capsys.readouterr().out
+
+
+def test_layers_top_adapts_the_attention_of_the_top(options):
+    options |= {"layers": "top:1", "max_steps": 1}
+    del options["target_modules"]
+    assert _adapted(run(parse(options)).model) == {f"1.self_attn.{part}_proj" for part in "qkvo"}
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "gate_proj"]])
+def test_layers_top_with_target_modules_widens(options, targets):
+    options |= {"layers": "top:1", "target_modules": targets, "max_steps": 1}
+    names = tiny.LINEAR if targets == ["all-linear"] else targets
+    adapted = _adapted(run(parse(options)).model)
+    assert {name.rpartition(".")[2] for name in adapted} == set(names)
+    assert {name[0] for name in adapted} == {"1"}
+
+
+def _adapted(model):
+    """Names, from the layer's number on, of the modules with an adapter."""
+    names = {name.split(".lora_")[0] for name, _ in model.named_parameters() if "lora_" in name}
+    return {name.split("layers.")[1] for name in names}

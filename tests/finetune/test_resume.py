@@ -1,0 +1,211 @@
+"""A run that was cut, by whatever, goes on to the losses and the adapter of a run that never was."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from fastlora.finetune import checkpoints, parse, run
+from tests.finetune import tiny
+
+SAVING = {"save_strategy": "steps", "save_steps": 4}
+
+
+class Cut(Exception):
+    """What the cut raises."""
+
+
+class CutAt(TrainerCallback):
+    """Raises once a step is done and, where it is due, saved."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise Cut
+
+
+def cut_and_resume(options, step):
+    """Metrics of a run that was cut after `step` steps and started again by the same command."""
+    with pytest.raises(Cut):
+        run(parse(options), callbacks=[CutAt(step)])
+    assert not (Path(options["output_dir"]) / "adapter_model.safetensors").exists()
+    return run(parse(options)).metrics
+
+
+def assert_same_adapter(one, other):
+    one, other = tiny.adapter(one), tiny.adapter(other)
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"train_sampling_strategy": "random"},
+        {"logging_steps": 3},
+        {"gradient_accumulation_steps": 4, "max_steps": 6},  # an epoch is 6 batches: 2 steps
+        {"lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+        {"eval_fraction": 0.2, "eval_strategy": "steps", "eval_steps": 2},
+        {"gradient_checkpointing": True},
+        {"max_steps": -1, "num_train_epochs": 2},
+    ],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_resumed_losses_are_those_of_a_run_never_cut(options, tmp_path, changes):
+    """Dropout on, cut at 5 behind the checkpoint of step 4: bit for bit, losses and adapter."""
+    options |= SAVING | changes
+    options = {name: value for name, value in options.items() if value != -1}
+    whole = run(parse(options | {"output_dir": str(tmp_path / "whole")})).metrics
+    resumed = cut_and_resume(options, 5)
+    assert resumed["resumed_from"] == "checkpoint-4"
+    assert tiny.losses(resumed) == tiny.losses(whole)
+    assert min(tiny.losses(whole)) < 5 < max(tiny.losses(whole)) <= whole["steps"]
+    assert resumed["eval_loss"] == whole["eval_loss"]
+    assert_same_adapter(tmp_path / "whole", options["output_dir"])
+
+
+def test_saving_leaves_no_trace_in_the_losses(options, tmp_path):
+    """The run never cut may also be one that never saved."""
+    whole = run(parse(options | {"output_dir": str(tmp_path / "whole")})).metrics
+    resumed = cut_and_resume(options | SAVING, 7)
+    assert tiny.losses(resumed) == tiny.losses(whole)
+    assert_same_adapter(tmp_path / "whole", options["output_dir"])
+
+
+def test_a_finished_run_started_again_changes_nothing(options):
+    first = run(parse(options | SAVING)).metrics
+    before = tiny.adapter(options["output_dir"])
+    again = run(parse(options | SAVING)).metrics
+    assert again["resumed_from"] == "checkpoint-8"
+    assert (again["steps"], again["loss"]) == (8, first["loss"])
+    after = tiny.adapter(options["output_dir"])
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_half_written_checkpoint_is_skipped(options, capsys):
+    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run(parse(options))
+    weights = Path(options["output_dir"]) / "checkpoint-4" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    capsys.readouterr()
+    metrics = run(parse(options | {"max_steps": 6})).metrics
+    said = capsys.readouterr().out
+    assert "checkpoint-4: adapter_model.safetensors is cut off" in said
+    assert metrics["resumed_from"] == "checkpoint-2"
+    assert checkpoints.fault(weights.parent) is None  # written anew on the way
+
+
+def test_every_way_a_checkpoint_can_be_half_written(options, tmp_path):
+    options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    run(parse(options))
+    whole = Path(options["output_dir"]) / "checkpoint-1"
+    assert checkpoints.fault(whole) is None
+    assert checkpoints.fault(whole, world_size=2) == "rng_state_0.pth is missing"
+    names = ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
+    for name in (*names, "rng_state.pth", "trainer_state.json"):
+        copy = tmp_path / "copy" / "checkpoint-9"
+        shutil.copytree(whole, copy)
+        content = (copy / name).read_bytes()
+        for length in (0, 5, len(content) // 2, len(content) - 1):
+            (copy / name).write_bytes(content[:length])
+            if name == "trainer_state.json" and length == len(content) - 1:
+                continue  # only the line break behind the JSON is gone
+            if name == "adapter_config.json" and json_is_whole(content[:length]):
+                continue
+            assert checkpoints.fault(copy) == f"{name} is cut off", length
+        (copy / name).unlink()
+        assert checkpoints.fault(copy) == f"{name} is missing"
+        assert checkpoints.last_usable(copy.parent) == (
+            None,
+            [f"checkpoint-9: {name} is missing"],
+        )
+        shutil.rmtree(copy.parent)
+
+
+def json_is_whole(content):
+    try:
+        json.loads(content)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 2}, r"r: got 2, but .*checkpoint-2 has 4"),
+        ({"lora_alpha": 4}, r"lora_alpha: got 4, but .* has 8"),
+        ({"target_modules": ["q_proj"]}, r"target_modules: got q_proj, but .* has "),
+        ({"layers_to_transform": [0]}, r"layers: got \[0\], but .* has None"),
+        ({"resume_from_checkpoint": "false"}, r"resume_from_checkpoint: got false, but .* holds"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_another_run_does_not_resume(stopped, changes, message):
+    with pytest.raises(ValueError, match=message):
+        run(parse(stopped | {"max_steps": 4} | changes))
+
+
+@pytest.fixture
+def stopped(options):
+    """Options of a run that has stopped after two steps."""
+    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    options |= {"target_modules": list(tiny.LINEAR)}
+    run(parse(options))
+    return options
+
+
+def test_changed_data_are_said(stopped, tmp_path, capsys):
+    data = tiny.write(tmp_path / "more.jsonl", tiny.rows(25, seed=5))
+    run(parse(stopped | {"data": [str(data)], "max_steps": 3}))
+    assert "the training data changed since checkpoint-2" in capsys.readouterr().out
+
+
+def test_a_checkpoint_can_be_named(stopped, tmp_path):
+    elsewhere = str(tmp_path / "elsewhere")
+    named = str(Path(stopped["output_dir"]) / "checkpoint-2")
+    changes = {"output_dir": elsewhere, "resume_from_checkpoint": named, "max_steps": 3}
+    metrics = run(parse(stopped | changes)).metrics
+    assert (metrics["resumed_from"], metrics["steps"]) == ("checkpoint-2", 3)
+
+
+def test_a_killed_run_leaves_a_usable_checkpoint(options):
+    """SIGKILL at any moment; the same command, in this process, goes on."""
+    options |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 100_000}
+    out = Path(options["output_dir"])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "fastlora.finetune", *tiny.argv(options)],
+        env=tiny.environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 200
+    try:
+        while len(list(out.glob("checkpoint-*/trainer_state.json"))) < 2:
+            assert process.poll() is None, "the run ended by itself"
+            assert time.monotonic() < deadline, "no checkpoint within 200 s"
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert process.returncode == -signal.SIGKILL
+    assert not (out / "adapter_model.safetensors").exists()
+    done = max(int(path.name.split("-")[1]) for path in out.glob("checkpoint-*"))
+    metrics = run(parse(options | {"max_steps": done + 3})).metrics
+    assert int(metrics["resumed_from"].split("-")[1]) >= done - 2
+    assert metrics["steps"] == done + 3
+    assert sorted(tiny.losses(metrics)) == list(range(1, done + 4))
+    assert tiny.adapter(out)
+    assert not [name for name in os.listdir(out) if name.startswith(".adapter-")]
