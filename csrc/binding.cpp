@@ -102,7 +102,7 @@ int64_t total_rank(const std::vector<Projection>& projections) {
 void philox_mask(uintptr_t out, int64_t rows, int64_t cols, double p, const py::int_& seed, int threads) {
   check_size("rows", rows);
   check_size("cols", cols);
-  const MaskArgs args{pointer<uint8_t>(out), rows, cols, make_dropout(p), seed_bits(seed), check_threads(threads)};
+  const MaskArgs args{pointer<float>(out), rows, cols, make_dropout(p), seed_bits(seed), check_threads(threads)};
   if (rows == 0 || cols == 0) return;
   check_pointer("out", out);
   py::gil_scoped_release release;
@@ -230,7 +230,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("simd_level", [] { return kernels->name; }, "The instruction set in use: 'avx512', 'avx2' or 'generic'.");
   using py::arg;
   m.def("philox_mask", &philox_mask, arg("out"), arg("rows"), arg("cols"), arg("p"), arg("seed"), arg("threads"),
-        "out [rows, cols] uint8 = 1 where dropout of probability p keeps the element.");
+        "out [rows, cols] float32 = 1 / (1-p) where dropout of probability p keeps the element, 0 where it does not.");
   m.def("shrink", &shrink, arg("x"), arg("x_dtype"), arg("ldx"), arg("M"), arg("K"), arg("proj"), arg("p"), arg("out"), arg("ldo"),
         arg("threads"), "out[:, off_i:off_i+r_i] = dropout_i(x) @ A_i^T for proj = [(a, a_dtype, r, seed), ...], in one pass over x.");
   m.def("expand", &expand, arg("y"), arg("y_dtype"), arg("ldy"), arg("M"), arg("N"), arg("s"), arg("lds"), arg("r"), arg("b"),

@@ -30,7 +30,7 @@ struct Dropout {
 };
 
 struct MaskArgs {
-  uint8_t* out;  // [rows, cols], 1 = kept
+  float* out;  // [rows, cols], 1 / (1-p) = kept, 0 = dropped
   int64_t rows, cols;
   Dropout dropout;
   uint64_t seed;

@@ -95,6 +95,11 @@ def check_name(backend: str) -> None:
         raise ValueError(f"backend: got {backend!r}, takes 'auto', {', '.join(map(repr, NAMES))}")
 
 
+def named_by_environment() -> bool:
+    """Whether ``FASTLORA_BACKEND`` names a backend for the whole process."""
+    return os.environ.get("FASTLORA_BACKEND", "auto") != "auto"
+
+
 def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     """Name of the backend that serves a call on ``device`` in ``dtype``.
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .backend import choose
-from .ops import _common, dropout
+from .ops import _common, dropout, few_rows
 from .ops import lora_embedding as _embedding
 from .ops import lora_linear as _linear
 from .ops import lora_mlp as _mlp
@@ -69,6 +69,10 @@ def lora_linear(
     _check_x(x)
     _check_projection(x, weight, lora_A, lora_B, scaling, bias, "")
     dropout_p = _check_dropout(dropout_p, training)
+    if few_rows.few(x, weight, dropout_p, backend):
+        return few_rows.lora_linear(
+            x, weight, lora_A, lora_B, float(scaling), bias, dropout_p, generator
+        )
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(1, x.device, generator) if dropout_p > 0.0 else None

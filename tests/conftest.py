@@ -1,5 +1,6 @@
 """Set-up shared by every tier: Triton's interpreter, two threads, poisoned ``torch.empty``."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -23,6 +24,15 @@ import torch  # noqa: E402
 def _two_threads_and_a_seed():
     torch.set_num_threads(2)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _fused_operations(request, monkeypatch):
+    """The tests' inputs have few rows: without this many would take the path for few rows."""
+    if "few_rows" not in request.node.name:
+        few_rows = importlib.import_module("fastlora.ops.few_rows")
+        monkeypatch.setattr(few_rows, "LIMIT", 0)
+        monkeypatch.setattr(few_rows, "LIMIT_WITH_DROPOUT", 0)
 
 
 @pytest.fixture

@@ -88,11 +88,15 @@ static void mask(const MaskArgs& args) {
     Philox philox(args.seed, args.dropout.on ? args.dropout.threshold : 0);
     const Range range = share(args.rows, 1, t, threads);
     for (int64_t row = range.first; row < range.last; ++row) {
-      uint8_t* out = args.out + row * args.cols;
+      float* out = args.out + row * args.cols;
       philox.row(first_counter(row, 0, args.cols), args.cols, [&](int64_t j, vi mask) {
-        int32_t lanes[W];
-        store_mask(lanes, mask & 1);
-        for (int64_t k = 0; k < min64(W, args.cols - j); ++k) out[j + k] = uint8_t(lanes[k]);
+        const int64_t left = args.cols - j;
+        const vf value = keep(mask, set1(args.dropout.inverse));
+        if (left >= W) {
+          store(out + j, value);
+        } else if (left > 0) {
+          store_part(out + j, value, left);
+        }
       });
     }
   });

@@ -4,7 +4,6 @@ One pass over X forward (every projection's dropout and shrink), one over dY (dS
 backward (every dA, and the low-rank part of dX added in place), instead of an eager op for each.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -13,33 +12,13 @@ from torch.nn import functional as F
 
 from .. import _C
 from . import reference
+from ._common import WIDEN_ROWS, has_fast_gemm
 
 _CODES = {torch.float32: _C.F32, torch.bfloat16: _C.BF16, torch.float16: _C.F16}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
-# Below this many rows, widening W costs more than a slow half-precision GEMM saves.
-_WIDEN_ROWS = 8
-
-
-@functools.cache
-def _has_fast_gemm(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` with instructions made for it.
-
-    Where it does not, ATen's half-precision GEMM reaches about a sixth of fp32's rate, and
-    widening to fp32 first is both faster and more exact.
-    """
-    checks: tuple[str, ...]
-    if dtype == torch.bfloat16:
-        checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    elif dtype == torch.float16:
-        checks = ("_is_amx_fp16_supported",)
-    else:
-        return True
-    return any(getattr(torch.cpu, check, lambda: False)() for check in checks)
-
-
 def _gemm_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
-    if rows >= _WIDEN_ROWS and not _has_fast_gemm(dtype):
+    if rows >= WIDEN_ROWS and not has_fast_gemm(dtype):
         return torch.float32
     return dtype
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import activations
 
 from .. import functional
-from . import few_rows
+from ..ops import few_rows
 from .layers import _DENSE, FusedLoraLinear, LinearTerms, hooked, linear_terms
 from .source import GatedMLP, gated_mlp, shared_inputs
 
@@ -191,9 +191,7 @@ def _mlp(parent: nn.Module, state: ParentState, mlp: GatedMLP, x: Any) -> Tensor
     if isinstance(operands, str):
         return None
     kind, gate, up, down = operands
-    if not torch.compiler.is_compiling() and few_rows.few(
-        x, gate.weight, gate.dropout_p, state.backend
-    ):
+    if few_rows.few(x, gate.weight, gate.dropout_p, state.backend):
         return None
     return functional.lora_mlp(
         x,

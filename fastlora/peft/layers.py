@@ -22,7 +22,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional
-from . import few_rows
+from ..ops import few_rows
 from .merging import Merged, MergesExactly
 from .source import embedding_is_scaled
 
@@ -209,13 +209,13 @@ class FusedLoraLinear(MergesExactly, Linear):
             fall_back(state, terms if isinstance(terms, str) else "x is not a plain tensor")
             return Linear.forward(self, x)
         weight, lora_A, lora_B, scaling, bias, p = terms
-        if not torch.compiler.is_compiling():
-            if few_rows.few(x, weight, p, state.backend):
-                return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
-            if state.scope is not None:
-                y = state.scope.take(self, x, terms)
-                if y is not None:
-                    return y
+        if few_rows.few(x, weight, p, state.backend):
+            # the layer has checked its operands: no second time, in a call this short
+            return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
+        if state.scope is not None and not torch.compiler.is_compiling():
+            y = state.scope.take(self, x, terms)
+            if y is not None:
+                return y
         return functional.lora_linear(
             x, weight, lora_A, lora_B, scaling, bias, dropout_p=p, backend=state.backend
         )

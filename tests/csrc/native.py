@@ -32,8 +32,11 @@ def strided(tensor: torch.Tensor, extra: int = 0) -> torch.Tensor:
 
 
 def philox_mask(rows: int, cols: int, p: float, seed: int, threads: int = 2) -> torch.Tensor:
-    out = torch.full((rows, cols), 7, dtype=torch.uint8)
+    """1 where kept, 0 where dropped; the kernel itself writes 1 / (1 - p)."""
+    out = torch.full((rows, cols), 7.0)
     _C.philox_mask(out.data_ptr(), rows, cols, p, seed, threads)
+    assert ((out == 0) | (out == torch.tensor(1.0 / (1.0 - p), dtype=torch.float32))).all()
+    out = (out != 0).to(torch.uint8)
     return out
 
 

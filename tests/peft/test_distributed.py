@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fastlora
-from fastlora.peft import few_rows
+from fastlora.ops import few_rows
 
 from . import models
 from .models import kinds, pair

@@ -13,23 +13,33 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .. import backend as _backend
-from ..ops import dropout
+from . import dropout
+from ._common import WIDEN_ROWS, has_fast_gemm
 
 LIMIT = 128
 LIMIT_WITH_DROPOUT = 16
 
 
 def few(x: Tensor, weight: Tensor, dropout_p: float, backend: str) -> bool:
-    """Whether x [..., K] has so few rows that plain ops serve it best."""
+    """Whether x [..., K] has so few rows that plain ops serve it best.
+
+    Never under ``torch.compile``, nor where a backend was named: these take the fused operation.
+    """
+    if backend != "auto" or torch.compiler.is_compiling():
+        return False
     limit = LIMIT if dropout_p == 0.0 else LIMIT_WITH_DROPOUT
-    return (
-        x.dim() > 0
-        and x.numel() <= limit * x.shape[-1]
-        and backend == "auto"
-        and x.dtype == weight.dtype
-        and (dropout_p == 0.0 or (x.device.type == "cpu" and _backend.status("cpu").ok))
-        and not torch.is_autocast_enabled(x.device.type)
-    )
+    if x.dim() == 0 or x.numel() > limit * x.shape[-1]:
+        return False
+    dtype, device_type = x.dtype, x.device.type
+    if dtype != weight.dtype or torch.is_autocast_enabled(device_type):
+        return False
+    if _backend.named_by_environment():
+        return False
+    if device_type != "cpu" or dtype == torch.float64:
+        return dropout_p == 0.0
+    if not _backend.status("cpu").ok:
+        return dropout_p == 0.0
+    return has_fast_gemm(dtype) or x.numel() < WIDEN_ROWS * x.shape[-1]
 
 
 def lora_linear(
@@ -40,6 +50,7 @@ def lora_linear(
     scaling: float,
     bias: Tensor | None,
     dropout_p: float,
+    generator: torch.Generator | None = None,
 ) -> Tensor:
     """``fastlora.functional.lora_linear`` for few rows; the same mask from the same seed."""
     wide = None
@@ -47,21 +58,22 @@ def lora_linear(
         bias, wide = None, bias
     y = F.linear(x, weight, bias)
     if dropout_p > 0.0:
-        x = x * _scaled_mask(x, dropout_p)
-    if x.dtype != lora_A.dtype:
-        x = x.to(lora_A.dtype)
+        x = x * _scaled_mask(x, dropout_p, generator)  # fp32, whatever x is
+    if not x.dtype == lora_A.dtype == lora_B.dtype:
+        branch = torch.promote_types(torch.promote_types(x.dtype, lora_A.dtype), lora_B.dtype)
+        x, lora_A, lora_B = x.to(branch), lora_A.to(branch), lora_B.to(branch)
     result = torch.add(y, F.linear(F.linear(x, lora_A), lora_B), alpha=scaling)
     if wide is not None:
         result = result + wide
-    return result.to(y.dtype)
+    return result if result.dtype == y.dtype else result.to(y.dtype)
 
 
-def _scaled_mask(x: Tensor, p: float) -> Tensor:
-    """What dropout multiplies x with: 0, or 1 / (1 - p) where an element is kept."""
+def _scaled_mask(x: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
+    """What dropout multiplies x with, in fp32: 0, or 1 / (1 - p) where an element is kept."""
     native = importlib.import_module("fastlora._C")
     columns = x.shape[-1]
     rows = x.numel() // max(columns, 1)
-    mask = torch.empty(x.shape, dtype=torch.uint8)
-    seed = int(dropout.draw_seeds(1, x.device))
+    mask = torch.empty(x.shape, dtype=torch.float32)
+    seed = dropout.draw_seeds(1, x.device, generator).item()
     native.philox_mask(mask.data_ptr(), rows, columns, p, seed, torch.get_num_threads())
-    return mask.to(x.dtype).mul_(1.0 / (1.0 - p))
+    return mask
