@@ -9,7 +9,6 @@ autocast is on) and accumulates in fp32; the output has that dtype; gradients co
 dtype of their parameter. Base weights are frozen: one that requires grad is refused.
 """
 
-import numbers
 from collections.abc import Sequence
 
 import torch
@@ -21,13 +20,23 @@ from .ops import lora_embedding as _embedding
 from .ops import lora_linear as _linear
 from .ops import lora_mlp as _mlp
 from .ops import lora_projections as _projections
+from .ops.checks import (
+    check_devices,
+    check_dropout,
+    check_ids,
+    check_ids_dtype,
+    check_matrix,
+    check_projection,
+    check_rank,
+    check_scaling,
+    check_weight,
+    check_x,
+)
 
 __all__ = ["lora_embedding", "lora_linear", "lora_mlp", "lora_projections"]
 
 Projection = tuple[Tensor, Tensor, Tensor, float, Tensor | None]
 
-_FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
-_IDS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
 _ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -66,9 +75,9 @@ def lora_linear(
 
     Source: Hu et al., "LoRA", arXiv 2106.09685, section 4.1; rsLoRA: Kalajdzievski, arXiv 2312.03732.
     """
-    _check_x(x)
-    _check_projection(x, weight, lora_A, lora_B, scaling, bias, "")
-    dropout_p = _check_dropout(dropout_p, training)
+    check_x(x)
+    check_projection(x, weight, lora_A, lora_B, scaling, bias, "")
+    dropout_p = check_dropout(dropout_p, training)
     if few_rows.few(x, weight, dropout_p, backend):
         return few_rows.lora_linear(
             x, weight, lora_A, lora_B, float(scaling), bias, dropout_p, generator
@@ -113,7 +122,7 @@ def lora_projections(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
-    _check_x(x)
+    check_x(x)
     count = len(weights)
     if count == 0:
         raise ValueError("weights: got none, takes at least one")
@@ -128,10 +137,10 @@ def lora_projections(
         if len(values) != count:
             raise ValueError(f"{name}: got {len(values)}, takes {count}, one for each weight")
     for i in range(count):
-        _check_projection(
+        check_projection(
             x, weights[i], lora_As[i], lora_Bs[i], scalings[i], biases[i], f" (projection {i})"
         )
-    dropout_p = _check_dropout(dropout_p, training)
+    dropout_p = check_dropout(dropout_p, training)
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(count, x.device, generator) if dropout_p > 0.0 else None
@@ -179,7 +188,7 @@ def lora_mlp(
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202, section 2.
     """
-    _check_x(x)
+    check_x(x)
     if activation not in _ACTIVATIONS:
         raise ValueError(
             f"activation: got {activation!r}, takes {', '.join(map(repr, _ACTIVATIONS))}"
@@ -190,15 +199,15 @@ def lora_mlp(
                 f"{name}: got {len(projection)} items, "
                 "takes (weight, lora_A, lora_B, scaling, bias or None)"
             )
-    _check_projection(x, *gate, " (gate)")
-    _check_projection(x, *up, " (up)")
+    check_projection(x, *gate, " (gate)")
+    check_projection(x, *up, " (up)")
     hidden = gate[0].shape[0]
     if up[0].shape[0] != hidden:
         raise ValueError(
             f"weight (up): got out_features {up[0].shape[0]}, takes gate's, which is {hidden}"
         )
-    _check_projection(x, *down, " (down)", in_features=hidden)
-    dropout_p = _check_dropout(dropout_p, training)
+    check_projection(x, *down, " (down)", in_features=hidden)
+    dropout_p = check_dropout(dropout_p, training)
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(3, x.device, generator) if dropout_p > 0.0 else None
@@ -247,24 +256,23 @@ def lora_embedding(
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.dtype not in _IDS:
-        got = input_ids.dtype if isinstance(input_ids, Tensor) else type(input_ids).__name__
-        raise TypeError(f"input_ids: got {got}, takes an integer tensor")
+    check_ids_dtype(input_ids)
     if input_ids.dtype not in (torch.int64, torch.int32):
         input_ids = input_ids.long()
-    _check_weight(weight, "")
+    check_weight(weight, "")
     vocabulary, dim = weight.shape
-    _check_matrix("lora_A", lora_A, "", columns=vocabulary, what="the vocabulary size")
-    _check_matrix("lora_B", lora_B, "", rows=dim, columns=lora_A.shape[0], what="lora_A's rank")
-    _check_rank(lora_A, "")
-    _check_scaling(scaling, "")
-    _check_devices(weight, (("input_ids", input_ids), ("lora_A", lora_A), ("lora_B", lora_B)))
+    check_matrix("lora_A", lora_A, "", columns=vocabulary, what="the vocabulary size")
+    check_matrix("lora_B", lora_B, "", rows=dim, columns=lora_A.shape[0], what="lora_A's rank")
+    check_rank(lora_A, "")
+    check_scaling(scaling, "")
+    check_devices(weight, (("input_ids", input_ids), ("lora_A", lora_A), ("lora_B", lora_B)))
     if padding_idx is not None:
         if not -vocabulary <= padding_idx < vocabulary:
             raise ValueError(
                 f"padding_idx: got {padding_idx}, takes {-vocabulary} to {vocabulary - 1}"
             )
         padding_idx %= vocabulary
+    check_ids(input_ids, vocabulary)
     served_by = choose(backend, weight.device, weight.dtype)
     with _common.without_autocast(weight.device.type):
         y = _embedding.lora_embedding(
@@ -281,113 +289,3 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return x.dtype
-
-
-def _check_x(x: Tensor) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x: got {type(x).__name__}, takes a tensor")
-    if x.dtype not in _FLOATS:
-        raise TypeError(f"x: got {x.dtype}, takes float32, bfloat16, float16 or float64")
-    if x.dim() == 0:
-        raise ValueError("x: got a 0-d tensor, takes [..., in_features]")
-
-
-def _check_projection(
-    x: Tensor,
-    weight: Tensor,
-    lora_A: Tensor,
-    lora_B: Tensor,
-    scaling: float,
-    bias: Tensor | None,
-    where: str,
-    in_features: int | None = None,
-) -> None:
-    _check_weight(weight, where)
-    out_features, columns = weight.shape
-    if in_features is None:
-        in_features = x.shape[-1]
-    if columns != in_features:
-        raise ValueError(
-            f"weight{where}: got shape {tuple(weight.shape)}, takes [out_features, {in_features}] "
-            f"for an input of {in_features} features (in and out swapped?)"
-        )
-    _check_matrix("lora_A", lora_A, where, columns=in_features, what="in_features")
-    _check_rank(lora_A, where)
-    _check_matrix(
-        "lora_B", lora_B, where, rows=out_features, columns=lora_A.shape[0], what="lora_A's rank"
-    )
-    _check_scaling(scaling, where)
-    device = x.device
-    if weight.device != device or lora_A.device != device or lora_B.device != device:
-        _check_devices(x, ((f"weight{where}", weight), ("lora_A", lora_A), ("lora_B", lora_B)))
-    if bias is not None:
-        if bias.shape != (out_features,):
-            raise ValueError(f"bias{where}: got shape {tuple(bias.shape)}, takes [{out_features}]")
-        _check_devices(x, ((f"bias{where}", bias),))
-
-
-def _check_weight(weight: Tensor, where: str) -> None:
-    if not isinstance(weight, Tensor):
-        raise TypeError(f"weight{where}: got {type(weight).__name__}, takes a tensor")
-    if weight.dtype not in _FLOATS:
-        raise TypeError(
-            f"weight{where}: got {weight.dtype}, takes float32, bfloat16, float16 or float64"
-        )
-    if weight.dim() != 2:
-        raise ValueError(f"weight{where}: got shape {tuple(weight.shape)}, takes 2 dimensions")
-    if weight.requires_grad and torch.is_grad_enabled():
-        raise ValueError(
-            f"weight{where}: got one that requires grad, takes a frozen base weight, whose gradient "
-            "is never computed: call weight.requires_grad_(False)"
-        )
-
-
-def _check_matrix(
-    name: str,
-    tensor: Tensor,
-    where: str,
-    *,
-    rows: int | None = None,
-    columns: int,
-    what: str,
-) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}{where}: got {type(tensor).__name__}, takes a tensor")
-    if tensor.dtype not in _FLOATS:
-        raise TypeError(
-            f"{name}{where}: got {tensor.dtype}, takes float32, bfloat16, float16 or float64"
-        )
-    shape = tensor.shape
-    if len(shape) != 2 or shape[1] != columns or (rows is not None and shape[0] != rows):
-        raise ValueError(
-            f"{name}{where}: got shape {tuple(shape)}, "
-            f"takes [{'r' if rows is None else rows}, {columns}] ({what} is {columns})"
-        )
-
-
-def _check_rank(lora_A: Tensor, where: str) -> None:
-    if lora_A.shape[0] < 1:
-        raise ValueError(f"lora_A{where}: got rank 0, takes r >= 1")
-
-
-def _check_scaling(scaling: float, where: str) -> None:
-    if not isinstance(scaling, numbers.Real):
-        raise TypeError(f"scaling{where}: got {type(scaling).__name__}, takes a number")
-
-
-def _check_devices(reference: Tensor, tensors: Sequence[tuple[str, Tensor]]) -> None:
-    for name, tensor in tensors:
-        if tensor.device != reference.device:
-            raise ValueError(
-                f"{name}: got a tensor on {tensor.device}, takes {reference.device}, "
-                "where the other tensors are"
-            )
-
-
-def _check_dropout(dropout_p: float, training: bool) -> float:
-    """The probability in force: 0 when not training."""
-    if not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"dropout_p: got {type(dropout_p).__name__}, takes a number in [0, 1)")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: got {dropout_p}, takes a number in [0, 1)")
-    return float(dropout_p) if training else 0.0

@@ -108,8 +108,9 @@ def attention_projections(model: nn.Module) -> list[str]:
     return sorted({f"{parent}.{leaf}" if leaf in outside else leaf for parent, leaf in inside})
 
 
-def check_same_adapter(config: Any, checkpoint: Path) -> None:
+def check_same_adapter(model: Any, checkpoint: Path) -> None:
     """ValueError when the checkpoint holds another adapter than the one that this run asked for."""
+    config = model.peft_config["default"]
     stored = json.loads((checkpoint / "adapter_config.json").read_bytes())
     for name in _COMPARED:
         if name in stored and stored[name] != getattr(config, name):
@@ -117,17 +118,33 @@ def check_same_adapter(config: Any, checkpoint: Path) -> None:
                 f"{name}: got {getattr(config, name)!r}, but {checkpoint} has {stored[name]!r}; "
                 "resume with that, or take another output_dir"
             )
-    theirs, ours = stored["target_modules"], config.target_modules
-    if isinstance(theirs, list) and not isinstance(ours, str) and set(theirs) != set(ours):
-        raise ValueError(
-            f"target_modules: got {', '.join(sorted(ours))}, but {checkpoint} has {', '.join(sorted(theirs))}; "
-            "resume with those, or take another output_dir"
-        )
-    if stored.get("layers_to_transform") != config.layers_to_transform:
-        raise ValueError(
-            f"layers: got {config.layers_to_transform}, but {checkpoint} has {stored.get('layers_to_transform')}; "
-            "resume with those, or take another output_dir"
-        )
+    # target_modules and layers by what they came to: one set of layers can be named in several ways
+    ours, theirs = _tensor_names(model), _stored_tensor_names(checkpoint)
+    for names, of in ((ours - theirs, "this run"), (theirs - ours, str(checkpoint))):
+        if names:
+            raise ValueError(
+                f"target_modules, layers: {min(names)} is trained by {of} alone ({len(names)} such tensors); "
+                "resume with the checkpoint's settings "
+                f"({_settings(stored)}), or take another output_dir"
+            )
+
+
+def _tensor_names(model: Any) -> set[str]:
+    from peft import get_peft_model_state_dict
+
+    return set(get_peft_model_state_dict(model))
+
+
+def _stored_tensor_names(checkpoint: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(checkpoint / "adapter_model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
+def _settings(stored: dict[str, Any]) -> str:
+    names = ("target_modules", "layers_to_transform", "modules_to_save")
+    return ", ".join(f"{name} {stored[name]}" for name in names if stored.get(name))
 
 
 def _layer_count(model: Any) -> int | None:

@@ -97,7 +97,7 @@ def prepare(settings: Settings, *, model: Any = None, tokenizer: Any = None) -> 
         )
     model, adapter_facts = _adapt(model, settings)
     if resume_from is not None:
-        check_same_adapter(model.peft_config["default"], resume_from)
+        check_same_adapter(model, resume_from)
         _check_same_data(training, resume_from)
     return Prepared(
         settings,

@@ -17,6 +17,7 @@ from ._common import WIDEN_ROWS, has_fast_gemm
 _CODES = {torch.float32: _C.F32, torch.bfloat16: _C.BF16, torch.float16: _C.F16}
 _ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 
+
 def _gemm_dtype(dtype: torch.dtype, rows: int) -> torch.dtype:
     if rows >= WIDEN_ROWS and not has_fast_gemm(dtype):
         return torch.float32
@@ -212,4 +213,23 @@ def glu_backward(
 
 # A look-up and a product of rank-r rows: nothing here that ATen does not already stream.
 embedding_forward = reference.embedding_forward
-embedding_backward = reference.embedding_backward
+
+
+def embedding_backward(
+    dy: Tensor,
+    input_ids: Tensor,
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scale: float,
+    padding_idx: int | None,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`fastlora.ops.reference.embedding_backward`.
+
+    dA is summed in its own layout, [r, V]: a gradient of [V, r], as of ``F.embedding``, would have
+    to be transposed whole. On the CPU scatter_add_ adds equal ids in their order.
+    """
+    ds, dB = reference.embedding_gradients(dy, input_ids, lora_A, lora_B, scale, padding_idx)
+    dA = torch.zeros(lora_A.shape, dtype=ds.dtype)
+    dA.scatter_add_(1, input_ids.long().expand(lora_A.shape[0], -1), ds.T)
+    return dA.to(lora_A.dtype), dB

@@ -148,14 +148,26 @@ def embedding_backward(
     padding_idx: int | None,
 ) -> tuple[Tensor, Tensor]:
     """dA (zero in the padding row) and dB, in the parameters' dtypes."""
+    ds, dB = embedding_gradients(dy, input_ids, lora_A, lora_B, scale, padding_idx)
+    # Sort-based on CUDA, so that equal ids add up in a fixed order.
+    dA = torch.ops.aten.embedding_dense_backward(ds, input_ids, lora_A.shape[1], -1, False).T
+    return dA.to(lora_A.dtype).contiguous(), dB
+
+
+def embedding_gradients(
+    dy: Tensor,
+    input_ids: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scale: float,
+    padding_idx: int | None,
+) -> tuple[Tensor, Tensor]:
+    """dS [M, r], which dA sums by id (zero for the padding row), and dB in B's dtype."""
     wide = _wide(dy.dtype)
     dy_wide = dy.to(wide)
-    s = lora_A.T[input_ids].to(wide)
     ds = scale * (dy_wide @ lora_B.to(wide))
     if padding_idx is not None:
         # F.embedding gives the padding row no gradient; B's own gradient does see that row's S.
         ds = ds.masked_fill((input_ids == padding_idx)[:, None], 0.0)
-    # Sort-based on CUDA, so that equal ids add up in a fixed order.
-    dA = torch.ops.aten.embedding_dense_backward(ds, input_ids, lora_A.shape[1], -1, False).T
-    dB = scale * (dy_wide.T @ s)
-    return dA.to(lora_A.dtype).contiguous(), dB.to(lora_B.dtype)
+    dB = scale * (dy_wide.T @ lora_A.T[input_ids].to(wide))
+    return ds, dB.to(lora_B.dtype)

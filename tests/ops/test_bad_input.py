@@ -109,8 +109,9 @@ def test_lora_embedding():
         functional.lora_embedding(ids, weight, A.T, B, 1.0)
     with pytest.raises(ValueError, match="padding_idx: got 7"):
         functional.lora_embedding(ids, weight, A, B, 1.0, padding_idx=7)
-    with pytest.raises(IndexError):
-        functional.lora_embedding(torch.tensor([7]), weight, A, B, 1.0, backend="torch")
+    for outside, bounds in (([0, 7], "from 0 to 7"), ([-1, 2], "from -1 to 2")):
+        with pytest.raises(ValueError, match=f"input_ids: got ids {bounds}, takes 0 to 6"):
+            functional.lora_embedding(torch.tensor(outside), weight, A, B, 1.0)
 
 
 def test_nothing_is_drawn_before_a_refusal():
