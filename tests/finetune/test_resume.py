@@ -147,7 +147,10 @@ def json_is_whole(content):
     [
         ({"r": 2}, r"r: got 2, but .*checkpoint-2 has 4"),
         ({"lora_alpha": 4}, r"lora_alpha: got 4, but .* has 8"),
-        ({"target_modules": ["q_proj"]}, r"target_modules, layers: .* is trained by .*checkpoint-2 alone"),
+        (
+            {"target_modules": ["q_proj"]},
+            r"target_modules, layers: .* is trained by .*checkpoint-2 alone",
+        ),
         ({"layers_to_transform": [0]}, r"target_modules, layers: .*layers\.1\..* is trained by "),
         ({"resume_from_checkpoint": "false"}, r"resume_from_checkpoint: got false, but .* holds"),
     ],
@@ -159,7 +162,10 @@ def test_another_run_does_not_resume(stopped, changes, message):
 
 
 def test_the_same_layers_by_other_names_resume(stopped):
-    assert run(parse(stopped | {"max_steps": 3, "target_modules": ["all-linear"]})).metrics["steps"] == 3
+    assert (
+        run(parse(stopped | {"max_steps": 3, "target_modules": ["all-linear"]})).metrics["steps"]
+        == 3
+    )
 
 
 @pytest.fixture
