@@ -90,7 +90,9 @@ def supports(name: str, device_type: str, dtype: torch.dtype) -> Status:
 
 
 def check_name(backend: str) -> None:
-    """Raise ``ValueError`` unless ``backend`` is "auto" or one of ``NAMES``."""
+    """Raise unless ``backend`` is "auto" or one of ``NAMES``."""
+    if not isinstance(backend, str):
+        raise TypeError(f"backend: got {type(backend).__name__}, takes a string")
     if backend != "auto" and backend not in NAMES:
         raise ValueError(f"backend: got {backend!r}, takes 'auto', {', '.join(map(repr, NAMES))}")
 
@@ -109,6 +111,8 @@ def choose(backend: str, device: torch.device, dtype: torch.dtype) -> str:
     Raises:
         ValueError: an unknown name, or a backend named outright that cannot serve.
     """
+    if not isinstance(backend, str):
+        check_name(backend)
     if backend == "auto":
         backend = os.environ.get("FASTLORA_BACKEND", "auto")
     return _choose(backend, device.type, dtype)

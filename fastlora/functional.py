@@ -23,12 +23,15 @@ from .ops import lora_projections as _projections
 from .ops.checks import (
     check_devices,
     check_dropout,
+    check_embed_scale,
     check_ids,
     check_ids_dtype,
     check_matrix,
+    check_padding_idx,
     check_projection,
     check_rank,
     check_scaling,
+    check_sequence,
     check_weight,
     check_x,
 )
@@ -77,7 +80,7 @@ def lora_linear(
     """
     check_x(x)
     check_projection(x, weight, lora_A, lora_B, scaling, bias, "")
-    dropout_p = check_dropout(dropout_p, training)
+    dropout_p = check_dropout(dropout_p, training, generator)
     if few_rows.few(x, weight, dropout_p, backend):
         return few_rows.lora_linear(
             x, weight, lora_A, lora_B, float(scaling), bias, dropout_p, generator
@@ -123,6 +126,7 @@ def lora_projections(
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
     check_x(x)
+    check_sequence("weights", weights)
     count = len(weights)
     if count == 0:
         raise ValueError("weights: got none, takes at least one")
@@ -134,13 +138,14 @@ def lora_projections(
         ("scalings", scalings),
         ("biases", biases),
     ):
+        check_sequence(name, values)
         if len(values) != count:
             raise ValueError(f"{name}: got {len(values)}, takes {count}, one for each weight")
     for i in range(count):
         check_projection(
             x, weights[i], lora_As[i], lora_Bs[i], scalings[i], biases[i], f" (projection {i})"
         )
-    dropout_p = check_dropout(dropout_p, training)
+    dropout_p = check_dropout(dropout_p, training, generator)
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(count, x.device, generator) if dropout_p > 0.0 else None
@@ -194,6 +199,7 @@ def lora_mlp(
             f"activation: got {activation!r}, takes {', '.join(map(repr, _ACTIVATIONS))}"
         )
     for name, projection in (("gate", gate), ("up", up), ("down", down)):
+        check_sequence(name, projection)
         if len(projection) != 5:
             raise ValueError(
                 f"{name}: got {len(projection)} items, "
@@ -207,7 +213,7 @@ def lora_mlp(
             f"weight (up): got out_features {up[0].shape[0]}, takes gate's, which is {hidden}"
         )
     check_projection(x, *down, " (down)", in_features=hidden)
-    dropout_p = check_dropout(dropout_p, training)
+    dropout_p = check_dropout(dropout_p, training, generator)
     dtype = _compute_dtype(x)
     served_by = choose(backend, x.device, dtype)
     seeds = dropout.draw_seeds(3, x.device, generator) if dropout_p > 0.0 else None
@@ -266,12 +272,10 @@ def lora_embedding(
     check_rank(lora_A, "")
     check_scaling(scaling, "")
     check_devices(weight, (("input_ids", input_ids), ("lora_A", lora_A), ("lora_B", lora_B)))
+    check_padding_idx(padding_idx, vocabulary)
     if padding_idx is not None:
-        if not -vocabulary <= padding_idx < vocabulary:
-            raise ValueError(
-                f"padding_idx: got {padding_idx}, takes {-vocabulary} to {vocabulary - 1}"
-            )
         padding_idx %= vocabulary
+    check_embed_scale(embed_scale, weight)
     check_ids(input_ids, vocabulary)
     served_by = choose(backend, weight.device, weight.dtype)
     with _common.without_autocast(weight.device.type):
@@ -279,13 +283,15 @@ def lora_embedding(
             served_by, input_ids, weight, lora_A, lora_B, float(scaling), padding_idx
         )
         if embed_scale is not None:
-            y = y * (embed_scale.to(y.dtype) if isinstance(embed_scale, Tensor) else embed_scale)
+            if isinstance(embed_scale, Tensor):
+                embed_scale = embed_scale.reshape(()).to(y.dtype)
+            y = y * embed_scale
     return y
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     """Autocast's dtype where autocast is on for x's device (fp64 is left alone), else x's."""
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type) and x.dtype != torch.float64:
+    if _common.autocast_enabled(device_type) and x.dtype != torch.float64:
         return torch.get_autocast_dtype(device_type)
     return x.dtype

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ..backend import check_name
 from ..functional import lora_embedding
-from ._common import check_adapter_dtype, check_rank, scaling
+from ._common import check_adapter_dtype, check_plain, check_rank, scaling
 
 
 class LoRAEmbedding(nn.Module):
@@ -79,8 +79,7 @@ class LoRAEmbedding(nn.Module):
         Raises:
             TypeError, ValueError: before anything is changed.
         """
-        if not isinstance(embedding, nn.Embedding):
-            raise TypeError(f"embedding: got {type(embedding).__name__}, takes torch.nn.Embedding")
+        check_plain("embedding", embedding, nn.Embedding)
         for option, default in (
             ("max_norm", None),
             ("scale_grad_by_freq", False),

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..backend import check_name
 from ..functional import lora_linear
-from ._common import check_adapter_dtype, check_dropout, check_rank, scaling
+from ._common import check_adapter_dtype, check_dropout, check_plain, check_rank, scaling
 
 
 class LoRALinear(nn.Module):
@@ -87,8 +87,7 @@ class LoRALinear(nn.Module):
         Raises:
             TypeError, ValueError: before anything is changed.
         """
-        if not isinstance(linear, nn.Linear):
-            raise TypeError(f"linear: got {type(linear).__name__}, takes torch.nn.Linear")
+        check_plain("linear", linear, nn.Linear)
         return cls(
             linear.weight,
             linear.bias,

@@ -24,9 +24,17 @@ _loaded: dict[str, ModuleType] = {"torch": reference}
 
 
 def implementation(backend: str) -> Any:
-    """The module whose functions implement the operations: the backend's own, or the custom ops."""
-    if torch.compiler.is_compiling():
-        return _Compiled(backend)
+    """The module whose functions implement the operations: the backend's own, or the custom ops.
+
+    The latter also under a dispatch mode (``make_fx``, fake tensors, FLOP counters), which would not
+    see what a kernel does through a raw pointer.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        return _AsCustomOps(backend)
+    return _direct(backend)
+
+
+def _direct(backend: str) -> Any:
     module = _loaded.get(backend)
     if module is None:
         module = _loaded[backend] = importlib.import_module(_MODULES[backend])
@@ -56,7 +64,7 @@ def _projections_forward(
     seeds: Tensor | None,
     backend: str,
 ) -> list[Tensor]:
-    ys, s = implementation(backend).projections_forward(
+    ys, s = _direct(backend).projections_forward(
         x, weights, lora_As, lora_Bs, scalings, _fill(has_bias, biases), dropout_p, seeds
     )
     return [*ys, s]
@@ -86,7 +94,7 @@ def _projections_backward(
     need_dB: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    dx, dAs, dBs = implementation(backend).projections_backward(
+    dx, dAs, dBs = _direct(backend).projections_backward(
         _fill(has_dy, dys),
         x,
         s,
@@ -139,7 +147,7 @@ def _(
 
 @torch.library.custom_op("fastlora::glu_forward", mutates_args=())
 def _glu_forward(gate: Tensor, up: Tensor, activation: str, backend: str) -> Tensor:
-    return implementation(backend).glu_forward(gate, up, activation)
+    return _direct(backend).glu_forward(gate, up, activation)
 
 
 @_glu_forward.register_fake
@@ -151,7 +159,7 @@ def _(gate, up, activation, backend):
 def _glu_backward(
     dh: Tensor, gate: Tensor, up: Tensor, activation: str, backend: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return implementation(backend).glu_backward(dh, gate, up, activation)
+    return _direct(backend).glu_backward(dh, gate, up, activation)
 
 
 @_glu_backward.register_fake
@@ -164,7 +172,7 @@ def _(dh, gate, up, activation, backend):
 def _embedding_forward(
     input_ids: Tensor, weight: Tensor, lora_A: Tensor, lora_B: Tensor, scale: float, backend: str
 ) -> Tensor:
-    return implementation(backend).embedding_forward(input_ids, weight, lora_A, lora_B, scale)
+    return _direct(backend).embedding_forward(input_ids, weight, lora_A, lora_B, scale)
 
 
 @_embedding_forward.register_fake
@@ -183,7 +191,7 @@ def _embedding_backward(
     padding_idx: int | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    return implementation(backend).embedding_backward(
+    return _direct(backend).embedding_backward(
         dy, input_ids, weight, lora_A, lora_B, scale, padding_idx
     )
 
@@ -196,8 +204,8 @@ def _(dy, input_ids, weight, lora_A, lora_B, scale, padding_idx, backend):
     )
 
 
-class _Compiled:
-    """The backend's interface, each call one custom op in the compiled graph."""
+class _AsCustomOps:
+    """The backend's interface, each call one custom op."""
 
     def __init__(self, backend: str) -> None:
         self.backend = backend

@@ -28,7 +28,7 @@ def _factor(tensor: Tensor) -> Tensor:
     """A factor as the kernels take it: contiguous, in one of their dtypes."""
     if tensor.dtype not in _CODES:
         tensor = tensor.float()
-    return tensor.contiguous()
+    return tensor.resolve_neg().contiguous()
 
 
 def projections_forward(
@@ -45,7 +45,7 @@ def projections_forward(
     rows, columns = x.shape
     threads = torch.get_num_threads()
     ranks = reference.ranks(lora_As)
-    s = torch.empty(rows, sum(ranks), dtype=torch.float32)
+    s = torch.empty(rows, sum(ranks), dtype=torch.float32, device="cpu")
     seed_list = [0] * len(ranks) if seeds is None else seeds.tolist()
     factors = [_factor(lora_A) for lora_A in lora_As]
     _C.shrink(
@@ -118,14 +118,14 @@ def projections_backward(
     ranks = reference.ranks(lora_As)
     gemm_dtype = _gemm_dtype(dtype, rows)
 
-    ds = torch.empty(rows, sum(ranks[i] for i, _ in present), dtype=torch.float32)
+    ds = torch.empty(rows, sum(ranks[i] for i, _ in present), dtype=torch.float32, device="cpu")
     ds_start = ds.data_ptr()
     dx: Tensor | None = None
     grad_x_terms, keep_alive, wants_dA = [], [], False
     for i, dy in present:
         want_dA, want_dB = need_dA[i] and x is not None, need_dB[i] and s is not None
         factor = _factor(lora_Bs[i])
-        dB = torch.empty(factor.shape, dtype=torch.float32) if want_dB else None
+        dB = torch.empty(factor.shape, dtype=torch.float32, device="cpu") if want_dB else None
         _C.grad_dy(
             dy.data_ptr(),
             _CODES[dtype],
@@ -148,7 +148,7 @@ def projections_backward(
             dy_gemm, weight = dy.to(gemm_dtype), weights[i].to(gemm_dtype)
             dx = torch.mm(dy_gemm, weight) if dx is None else dx.addmm_(dy_gemm, weight)
         factor = _factor(lora_As[i])
-        dA = torch.empty(factor.shape, dtype=torch.float32) if want_dA else None
+        dA = torch.empty(factor.shape, dtype=torch.float32, device="cpu") if want_dA else None
         wants_dA = wants_dA or want_dA
         keep_alive.append((i, factor, dA))
         grad_x_terms.append(
@@ -230,6 +230,6 @@ def embedding_backward(
     to be transposed whole. On the CPU scatter_add_ adds equal ids in their order.
     """
     ds, dB = reference.embedding_gradients(dy, input_ids, lora_A, lora_B, scale, padding_idx)
-    dA = torch.zeros(lora_A.shape, dtype=ds.dtype)
+    dA = torch.zeros(lora_A.shape, dtype=ds.dtype, device="cpu")
     dA.scatter_add_(1, input_ids.long().expand(lora_A.shape[0], -1), ds.T)
     return dA.to(lora_A.dtype), dB

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from .. import backend as _backend
 from . import dropout
-from ._common import WIDEN_ROWS, has_fast_gemm
+from ._common import WIDEN_ROWS, autocast_enabled, has_fast_gemm, transformed
 
 LIMIT = 128
 LIMIT_WITH_DROPOUT = 16
@@ -31,10 +31,12 @@ def few(x: Tensor, weight: Tensor, dropout_p: float, backend: str) -> bool:
     if x.dim() == 0 or x.numel() > limit * x.shape[-1]:
         return False
     dtype, device_type = x.dtype, x.device.type
-    if dtype != weight.dtype or torch.is_autocast_enabled(device_type):
+    if dtype != weight.dtype or autocast_enabled(device_type):
         return False
     if _backend.named_by_environment():
         return False
+    if dropout_p > 0.0 and (torch._C._len_torch_dispatch_stack() > 0 or transformed()):
+        return False  # the mask is written through a raw pointer
     if device_type != "cpu" or dtype == torch.float64:
         return dropout_p == 0.0
     if not _backend.status("cpu").ok:
@@ -73,7 +75,7 @@ def _scaled_mask(x: Tensor, p: float, generator: torch.Generator | None) -> Tens
     native = importlib.import_module("fastlora._C")
     columns = x.shape[-1]
     rows = x.numel() // max(columns, 1)
-    mask = torch.empty(x.shape, dtype=torch.float32)
+    mask = torch.empty(x.shape, dtype=torch.float32, device="cpu")
     seed = dropout.draw_seeds(1, x.device, generator).item()
     native.philox_mask(mask.data_ptr(), rows, columns, p, seed, torch.get_num_threads())
     return mask

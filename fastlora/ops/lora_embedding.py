@@ -6,14 +6,22 @@ Only the ids are saved for backward: the looked-up rows of A are looked up again
 gets no gradient, and there is no dropout, as in PEFT. LoRA: Hu et al., arXiv 2106.09685.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from . import _library
-from ._common import as_rows, without_autocast
+from ._common import (
+    as_rows,
+    differentiable_backward,
+    differentiate,
+    shaped,
+    transformed,
+    without_autocast,
+)
 
 
 class LoRAEmbedding(torch.autograd.Function):
@@ -35,12 +43,16 @@ class LoRAEmbedding(torch.autograd.Function):
         )
         ctx.save_for_backward(input_ids, weight, lora_A, lora_B)
         ctx.backend, ctx.scale, ctx.padding_idx = backend, scale, padding_idx
-        return y.view(*input_ids.shape, y.shape[1])
+        return shaped(y, input_ids.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         input_ids, weight, lora_A, lora_B = ctx.saved_tensors
+        if differentiable_backward((dy,)):
+            plain = functools.partial(_plain, ctx.scale, ctx.padding_idx, input_ids, weight)
+            with without_autocast(dy.device.type):
+                found = differentiate(plain, (lora_A, lora_B), ctx.needs_input_grad[5:], (dy,))
+            return None, None, None, None, None, *found
         with without_autocast(dy.device.type):
             dA, dB = _library.implementation(ctx.backend).embedding_backward(
                 as_rows(dy),
@@ -55,6 +67,21 @@ class LoRAEmbedding(torch.autograd.Function):
         return None, None, None, None, None, dA if need_A else None, dB if need_B else None
 
 
+def _plain(
+    scale: float,
+    padding_idx: int | None,
+    input_ids: Tensor,
+    weight: Tensor,
+    lora_A: Tensor,
+    lora_B: Tensor,
+) -> tuple[Tensor]:
+    """The operation in plain differentiable ops."""
+    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+    s = F.embedding(input_ids, lora_A.T.to(wide), padding_idx)
+    y = F.embedding(input_ids, weight).to(wide) + scale * (s @ lora_B.to(wide).T)
+    return (y.to(weight.dtype),)
+
+
 def lora_embedding(
     backend: str,
     input_ids: Tensor,
@@ -65,4 +92,6 @@ def lora_embedding(
     padding_idx: int | None,
 ) -> Tensor:
     """Apply the operation; arguments are checked by :mod:`fastlora.functional`."""
+    if transformed():
+        return _plain(scale, padding_idx, input_ids, weight, lora_A, lora_B)[0]
     return LoRAEmbedding.apply(backend, scale, padding_idx, input_ids, weight, lora_A, lora_B)

@@ -7,7 +7,7 @@ LoRA: Hu et al., arXiv 2106.09685, section 4.1.
 
 from torch import Tensor
 
-from .lora_projections import LoRAProjections
+from .lora_projections import lora_projections
 
 
 def lora_linear(
@@ -22,7 +22,7 @@ def lora_linear(
     seeds: Tensor | None,
 ) -> Tensor:
     """Apply the operation; arguments are checked by :mod:`fastlora.functional`."""
-    (y,) = LoRAProjections.apply(
-        backend, dropout_p, seeds, (scaling,), x, weight, bias, lora_A, lora_B
+    (y,) = lora_projections(
+        backend, x, (weight,), (lora_A,), (lora_B,), (scaling,), (bias,), dropout_p, seeds
     )
     return y

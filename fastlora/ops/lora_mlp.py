@@ -8,15 +8,25 @@ Saved for backward: X, G, U and the two S. H is recomputed in the pass over G an
 gradients anyhow. GLU variants: Shazeer, arXiv 2002.05202, section 2.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import _library
-from ._common import as_rows, bias_gradient, in_dtype, without_autocast
+from . import _library, reference
+from ._common import (
+    as_rows,
+    bias_gradient,
+    differentiable_backward,
+    differentiate,
+    in_dtype,
+    refuse_second_order,
+    shaped,
+    transformed,
+    without_autocast,
+)
 
 
 class LoRAMLP(torch.autograd.Function):
@@ -76,12 +86,18 @@ class LoRAMLP(torch.autograd.Function):
             scalings,
         )
         ctx.x_shape, ctx.below = x.shape, below
-        return y.view(*x.shape[:-1], y.shape[1])
+        return shaped(y, x.shape[:-1])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, s_in, s_down, seeds, *parameters = ctx.saved_tensors
+        if differentiable_backward((dy,)):
+            if x is None:
+                refuse_second_order("lora_mlp")
+            plain = functools.partial(_plain, ctx.activation, ctx.dropout_p, seeds, ctx.scalings)
+            with without_autocast(dy.device.type):
+                found = differentiate(plain, (x, *parameters), ctx.needs_input_grad[5:], (dy,))
+            return None, None, None, None, None, *found
         need_x, needs = ctx.needs_input_grad[5], ctx.needs_input_grad[6:]
         with without_autocast(dy.device.type):
             dx, gradients = _mlp_backward(
@@ -94,6 +110,36 @@ class LoRAMLP(torch.autograd.Function):
 
 def _by_kind(parameters: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
     return parameters[:3], parameters[3:6], parameters[6:9], parameters[9:]
+
+
+def _plain(
+    activation: str,
+    dropout_p: float,
+    seeds: Tensor | None,
+    scalings: Sequence[float],
+    x: Tensor,
+    *parameters: Tensor,
+) -> tuple[Tensor]:
+    """The operation in plain differentiable ops."""
+    weights, biases, lora_As, lora_Bs = _by_kind(parameters)
+    weights, biases = in_dtype(weights, x.dtype), in_dtype(biases, x.dtype)
+
+    def projections(h: Tensor, which: slice) -> list[Tensor]:
+        ys, _ = reference.projections_forward(
+            h,
+            weights[which],
+            lora_As[which],
+            lora_Bs[which],
+            scalings[which],
+            biases[which],
+            dropout_p,
+            None if seeds is None else seeds[which],
+        )
+        return ys
+
+    gate, up = projections(as_rows(x), slice(0, 2))
+    (y,) = projections(reference.glu_forward(gate, up, activation), slice(2, 3))
+    return (y.reshape(*x.shape[:-1], y.shape[1]),)
 
 
 def _mlp_backward(
@@ -176,6 +222,9 @@ def lora_mlp(
     seeds: Tensor | None,
 ) -> Tensor:
     """Apply the operation; arguments are checked by :mod:`fastlora.functional`."""
+    if transformed():
+        parameters: Any = (*weights, *biases, *lora_As, *lora_Bs)
+        return _plain(activation, dropout_p, seeds, scalings, x, *parameters)[0]
     return LoRAMLP.apply(
         backend,
         activation,

@@ -10,15 +10,25 @@ X̂_i = dropout_i(X), each projection with its own mask, regenerated from its se
 LoRA: Hu et al., arXiv 2106.09685, section 4.1. Saved for backward: X and S, beside the parameters.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from . import _library
-from ._common import as_rows, bias_gradient, in_dtype, without_autocast
+from . import _library, reference
+from ._common import (
+    as_rows,
+    bias_gradient,
+    differentiable_backward,
+    differentiate,
+    in_dtype,
+    refuse_second_order,
+    shaped,
+    transformed,
+    without_autocast,
+)
 
 
 class LoRAProjections(torch.autograd.Function):
@@ -61,12 +71,13 @@ class LoRAProjections(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.dropout_p, ctx.scalings = backend, dropout_p, scalings
         ctx.x_shape = x.shape
-        return tuple([y.view(*x.shape[:-1], y.shape[1]) for y in ys])
+        return tuple([shaped(y, x.shape[:-1]) for y in ys])
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *dys: Tensor | None) -> tuple[Tensor | None, ...]:
         x, s, seeds, *parameters = ctx.saved_tensors
+        if differentiable_backward(dys):
+            return None, None, None, None, *_twice_differentiable(ctx, x, seeds, parameters, dys)
         count = len(ctx.scalings)
         weights, biases = parameters[:count], parameters[count : 2 * count]
         lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
@@ -97,6 +108,48 @@ class LoRAProjections(torch.autograd.Function):
         return None, None, None, None, dx, *([None] * count), *d_biases, *dAs, *dBs
 
 
+def _plain(
+    dropout_p: float,
+    seeds: Tensor | None,
+    scalings: Sequence[float],
+    x: Tensor,
+    *parameters: Tensor,
+) -> tuple[Tensor, ...]:
+    """The operation in plain differentiable ops."""
+    count = len(scalings)
+    weights, biases = parameters[:count], parameters[count : 2 * count]
+    lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
+    ys, _ = reference.projections_forward(
+        as_rows(x),
+        in_dtype(weights, x.dtype),
+        lora_As,
+        lora_Bs,
+        scalings,
+        in_dtype(biases, x.dtype),
+        dropout_p,
+        seeds,
+    )
+    return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in ys)
+
+
+def _twice_differentiable(
+    ctx: Any,
+    x: Tensor | None,
+    seeds: Tensor | None,
+    parameters: Sequence[Tensor],
+    dys: Sequence[Tensor | None],
+) -> list[Tensor | None]:
+    count, needs = len(ctx.scalings), ctx.needs_input_grad[4:]
+    if x is None:  # Y is linear in x: dX does not depend on it, dB does
+        if any(needs[1 + 3 * count :]):
+            refuse_second_order("lora_projections")
+        like = next(dy for dy in dys if dy is not None)
+        x = torch.zeros(ctx.x_shape, dtype=like.dtype, device=like.device).requires_grad_()
+    plain = functools.partial(_plain, ctx.dropout_p, seeds, ctx.scalings)
+    with without_autocast(x.device.type):
+        return differentiate(plain, (x, *parameters), needs, dys)
+
+
 def _kind(dys: Sequence[Tensor | None], *others: Tensor | None) -> tuple[torch.dtype, str]:
     """Dtype and device type of the first gradient that is there (else of the first other)."""
     for tensor in (*dys, *others):
@@ -117,6 +170,8 @@ def lora_projections(
     seeds: Tensor | None,
 ) -> tuple[Tensor, ...]:
     """Apply the operation; arguments are checked by :mod:`fastlora.functional`."""
+    if transformed():
+        return _plain(dropout_p, seeds, scalings, x, *weights, *biases, *lora_As, *lora_Bs)  # type: ignore[arg-type]
     return LoRAProjections.apply(
         backend, dropout_p, seeds, tuple(scalings), x, *weights, *biases, *lora_As, *lora_Bs
     )

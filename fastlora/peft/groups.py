@@ -9,6 +9,7 @@ depends only on the calls inside, so that a checkpointed forward and its recompu
 import copyreg
 import functools
 import logging
+import threading
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers import activations
 
 from .. import functional
 from ..ops import few_rows
+from ..ops._common import autocast_enabled
 from .layers import _DENSE, FusedLoraLinear, LinearTerms, hooked, linear_terms
 from .source import GatedMLP, gated_mlp, shared_inputs
 
@@ -66,6 +68,8 @@ def plan(parent: nn.Module, backend: str, groups: frozenset[str]) -> ParentState
     cls = original_class(type(parent))
     if "forward" in parent.__dict__ and type(parent) is cls:
         return None  # replaced on the instance: ours would never run
+    if any("__init_subclass__" in base.__dict__ for base in cls.__mro__[:-1]):
+        return None  # making a subclass would run it: it may want arguments, or keep a register
     children = parent._modules
 
     def fused(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -107,22 +111,29 @@ class _Kept(NamedTuple):
 
 
 class Scope:
-    """One group of projections during one forward of their parent.
+    """One group of projections during one forward of their parent, in one thread.
 
-    Threads that share a model may meet here: every entry carries its own x, and whoever finds
-    nothing that fits computes alone.
+    Another thread that shares the model computes its projections alone meanwhile.
     """
 
-    __slots__ = ("_backend", "_kept", "_layers", "_parent")
+    __slots__ = ("_backend", "_kept", "_layers", "_parent", "_thread")
 
     def __init__(self, parent: nn.Module, names: tuple[str, ...], backend: str) -> None:
         self._parent = parent
         self._backend = backend
         self._layers: list[Any] = [parent._modules[name] for name in names]
         self._kept: dict[int, _Kept] | None = None  # None until the first call
+        self._thread = threading.get_ident()
+
+    @property
+    def foreign(self) -> bool:
+        """Whether another thread opened it."""
+        return self._thread != threading.get_ident()
 
     def take(self, layer: FusedLoraLinear, x: Tensor, terms: LinearTerms) -> Tensor | None:
         """The layer's output for ``x``, computed with its siblings'; None: compute it alone."""
+        if self.foreign or x.is_inference():  # the latter's changes in place leave no trace
+            return None
         if self._kept is None:
             return self._compute(layer, x, terms)
         kept = self._kept.pop(id(layer), None)
@@ -170,7 +181,7 @@ class Scope:
 
 
 def _setting(x: Tensor) -> tuple[bool, bool]:
-    return torch.is_grad_enabled(), torch.is_autocast_enabled(x.device.type)
+    return torch.is_grad_enabled(), autocast_enabled(x.device.type)
 
 
 def _same(a: LinearTerms, b: LinearTerms) -> bool:
@@ -237,17 +248,22 @@ def original_class(cls: type) -> type:
     return cls.__dict__.get("_fastlora_original", cls)
 
 
-@functools.cache
 def grouping_class(original: type) -> type:
     """Subclass of ``original``, of the same name, that computes its layers together."""
-    plain_forward = original.forward  # type: ignore[attr-defined]
+    return _grouping_class(original, original.forward)  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _grouping_class(original: Any, plain_forward: Any) -> type:
+    # For this very forward: where a class's has been replaced since (as Liger Kernel and others do), ours
+    # steps aside until the next `fuse`.
 
     @functools.wraps(plain_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # An offloading hook may keep this bound method beyond `unfuse`: no zero-argument super().
         state = self.__dict__.get("_fastlora")
-        if state is None:
-            return plain_forward(self, *args, **kwargs)
+        if state is None or original.forward is not plain_forward:
+            return original.forward(self, *args, **kwargs)
         if state.mlp is not None and len(args) == 1 and not kwargs:
             y = _mlp(self, state, state.mlp, args[0])
             if y is not None:
@@ -275,6 +291,7 @@ def grouping_class(original: type) -> type:
         "__reduce_ex__": __reduce_ex__,
         "__setattr__": __setattr__,
         "_fastlora_original": original,
+        "_fastlora_forward": plain_forward,
         "forward": forward,
     }
     make: Any = type(original)  # its metaclass
@@ -291,7 +308,7 @@ def _forward_in_scopes(
         scopes.append(scope)
         for name in names:
             theirs = children[name].__dict__.get("_fastlora")  # type: ignore[union-attr]
-            if theirs is not None:
+            if theirs is not None and (theirs.scope is None or not theirs.scope.foreign):
                 theirs.scope = scope
                 opened.append(theirs)
     try:
@@ -332,9 +349,15 @@ def regroup(parent: Any, backend: str, groups: frozenset[str]) -> None:
     if isinstance(before, ParentState):
         state.mismatched, state.dissolved = before.mismatched, before.dissolved
     parent.__dict__["_fastlora"] = state
-    if not hasattr(type(parent), "_fastlora_original"):
-        original: Any = type(parent)
-        parent.__class__ = grouping_class(original)
+    cls: Any = type(parent)
+    if "_fastlora_original" in cls.__dict__ or not hasattr(cls, "_fastlora_original"):
+        parent.__class__ = grouping_class(original_class(cls))  # else `fully_shard` made a subclass of ours
+
+
+def replaced_since(parent: nn.Module) -> bool:
+    """Whether the forward of the parent's class is another one than ``fuse`` has read."""
+    cls: Any = type(parent)
+    return cls._fastlora_original.forward is not cls._fastlora_forward
 
 
 class GroupOf(NamedTuple):
@@ -349,6 +372,8 @@ def group_of(parent: nn.Module | None, name: str) -> GroupOf:
     state = None if parent is None else parent.__dict__.get("_fastlora")
     if parent is None or not isinstance(state, ParentState):
         return GroupOf("linear", "")
+    if replaced_since(parent):
+        return GroupOf("linear", "not grouped: its parent's class has another forward since fuse")
     note = ""
     if state.mlp is not None and name in state.mlp[:3]:
         operands = mlp_operands(parent, state.mlp)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.lora.layer import Embedding, Linear, LoraLayer
 from torch import Tensor, nn
+from torch.nn.modules import module as _torch_module
 from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
@@ -32,6 +33,8 @@ _DENSE = frozenset({Tensor, Parameter})  # not DTensor, not a quantised subclass
 DISABLED = "the adapters are disabled"
 MERGED = "the adapters are merged into the base weight"
 SEVERAL = "several adapters are active at once"
+GLOBAL_HOOK = "a global module hook is registered"
+TENSOR_SCALING = "its scaling is a tensor, not a number (prepared for hot-swapping?)"
 ABSENT = "the active adapter has no weights in this layer"
 EXTRA_ARGUMENTS = "extra arguments in the call (such as adapter names mixed in one batch)"
 _WISHED_FOR = frozenset({DISABLED, MERGED, ABSENT})  # nothing to warn of
@@ -80,6 +83,16 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
+def globally_hooked() -> bool:
+    """Whether every module call of the process does more than its class's forward."""
+    return bool(
+        _torch_module._global_forward_hooks
+        or _torch_module._global_forward_pre_hooks
+        or _torch_module._global_backward_hooks
+        or _torch_module._global_backward_pre_hooks
+    )
+
+
 def active_adapter(layer: LoraLayer, holder: Iterable[str]) -> tuple[str, str]:
     """The one adapter in use and an empty reason, or an empty name and the reason."""
     names = layer._active_adapter
@@ -111,6 +124,8 @@ def linear_terms(layer: Linear) -> LinearTerms | str:
         return DISABLED
     if layer.merged_adapters:
         return MERGED
+    if globally_hooked():
+        return GLOBAL_HOOK
     modules = layer._modules
     As = modules["lora_A"]._modules
     active = layer._active_adapter
@@ -151,6 +166,8 @@ def linear_terms(layer: Linear) -> LinearTerms | str:
     if type(base) is Conv1D:
         weight = weight.t()
     scaling = layer.scaling[active]
+    if isinstance(scaling, Tensor):
+        return TENSOR_SCALING
     if bias_B is not None:
         bias = bias_B * scaling if bias is None else bias + bias_B * scaling
     return LinearTerms(weight, A, B, scaling, bias, p)
@@ -212,8 +229,9 @@ class FusedLoraLinear(MergesExactly, Linear):
         if few_rows.few(x, weight, p, state.backend):
             # the layer has checked its operands: no second time, in a call this short
             return few_rows.lora_linear(x, weight, lora_A, lora_B, scaling, bias, p)
-        if state.scope is not None and not torch.compiler.is_compiling():
-            y = state.scope.take(self, x, terms)
+        scope = state.scope
+        if scope is not None and not torch.compiler.is_compiling():
+            y = scope.take(self, x, terms)
             if y is not None:
                 return y
         return functional.lora_linear(
@@ -247,6 +265,10 @@ def embedding_terms(layer: Embedding) -> EmbeddingTerms | str:
     base = layer.base_layer
     if hooked(base):
         return "its base layer carries a hook"
+    if globally_hooked():
+        return GLOBAL_HOOK
+    if isinstance(layer.scaling[active], Tensor):
+        return TENSOR_SCALING
     scale = None
     if type(base) is not nn.Embedding:
         if reason := embedding_can_be_fused(base):

@@ -10,7 +10,24 @@ import ast
 import functools
 import inspect
 import textwrap
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+Answer = TypeVar("Answer")
+
+
+def _remembered(ask: Callable[[type], Answer]) -> Callable[[type], Answer]:
+    """Cache by the class and its present ``forward``, which may be replaced at any time."""
+    answers: dict[tuple[type, Any], Answer] = {}
+
+    @functools.wraps(ask)
+    def remembered(cls: type) -> Answer:
+        key = cls, getattr(cls, "forward", None)
+        if key not in answers:
+            answers[key] = ask(cls)
+        return answers[key]
+
+    return remembered
 
 
 class GatedMLP(NamedTuple):
@@ -50,7 +67,7 @@ def _call_on_one(node: ast.AST) -> tuple[str, ast.expr] | None:
     return None
 
 
-@functools.cache
+@_remembered
 def shared_inputs(cls: type) -> tuple[tuple[str, ...], ...]:
     """Groups of attributes that ``cls.forward`` calls on one and the same local variable.
 
@@ -119,7 +136,7 @@ def _stored(statement: ast.stmt) -> set[str]:
     }
 
 
-@functools.cache
+@_remembered
 def gated_mlp(cls: type) -> GatedMLP | None:
     """The names in ``cls.forward`` if it is a gated MLP of its one argument and nothing else."""
     forward = _forward(cls)
@@ -167,7 +184,7 @@ def _inlined_result(forward: ast.FunctionDef, x: str) -> ast.expr | None:
     return None
 
 
-@functools.cache
+@_remembered
 def embedding_is_scaled(cls: type) -> bool:
     """Whether ``cls.forward`` is ``super().forward(ids) * self.embed_scale``, cast or not."""
     forward = _forward(cls)
@@ -181,7 +198,7 @@ def embedding_is_scaled(cls: type) -> bool:
     return ast.unparse(result.left) == looked_up and ast.unparse(result.right) in scales
 
 
-@functools.cache
+@_remembered
 def reads_weight_only(cls: type) -> frozenset[str]:
     """Attributes that ``cls.forward`` knows by their ``.weight`` (or ``.bias``) alone.
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_model, save_model
 from torch import nn
+from torch.nn.utils import parametrizations, prune
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from fastlora.nn import LoRAEmbedding, LoRALinear
 from tests.helpers import relative_error
@@ -144,3 +146,44 @@ def test_embedding():
     assert layer.lora_A.grad[:, 2].abs().max() == 0
     assert layer.lora_A.grad[:, 1].abs().max() > 0
     assert layer.lora_B.grad.abs().max() > 0
+
+
+class _Doubled(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def _hooked():
+    linear = nn.Linear(8, 8)
+    linear.register_forward_hook(lambda module, args, output: output * 2)
+    return linear
+
+
+NOT_PLAIN = {
+    "forward": (lambda: _Doubled(8, 8), "_Doubled with a forward of its own"),
+    "hook": (_hooked, "Linear with a hook"),
+    "parametrized": (lambda: parametrizations.weight_norm(nn.Linear(8, 8)), "a parametrization"),
+    "pruned": (lambda: prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.5), "pruned"),
+    "lazy": (lambda: nn.LazyLinear(8), "no shape yet"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PLAIN)
+def test_layers_that_do_more_are_refused(case):
+    """Wrapped, they would silently stop doing it."""
+    make, message = NOT_PLAIN[case]
+    with pytest.raises(
+        TypeError, match=f"linear: got .*{message}.*, takes a plain torch.nn.Linear"
+    ):
+        LoRALinear.from_linear(make(), r=2, lora_alpha=2)
+
+
+def test_an_embedding_that_scales_is_refused():
+    scaled = Gemma3TextScaledWordEmbedding(8, 8, 0, embed_scale=3.0)
+    with pytest.raises(TypeError, match="embedding: got .* forward of its own"):
+        LoRAEmbedding.from_embedding(scaled, r=2, lora_alpha=2)
+
+
+def test_no_input_features():
+    layer = LoRALinear.from_linear(nn.Linear(0, 8), r=2, lora_alpha=2)
+    assert layer(torch.zeros(200, 0)).shape == (200, 8)

@@ -51,6 +51,16 @@ BAD = {
     "dropout-nan": ({"dropout_p": float("nan")}, ValueError, "dropout_p: got nan"),
     "dropout-text": ({"dropout_p": "0.1"}, TypeError, "dropout_p: got str"),
     "backend": ({"backend": "cuda"}, ValueError, "backend: got 'cuda'"),
+    "backend-list": ({"backend": ["cpu"]}, TypeError, "backend: got list"),
+    "x-sparse": ({"x": torch.eye(16).to_sparse()}, TypeError, "x: got layout torch.sparse_coo"),
+    "A-sparse": ({"lora_A": torch.ones(4, 16).to_sparse()}, TypeError, "lora_A: got layout"),
+    "bias-list": ({"bias": [0.0] * 12}, TypeError, "bias: got list"),
+    "bias-true": ({"bias": True}, TypeError, "bias: got bool"),
+    "bias-integer": ({"bias": torch.ones(12, dtype=torch.int64)}, TypeError, "bias: got torch.int"),
+    "scaling-huge": ({"scaling": 10**400}, ValueError, "scaling: got 1000.* a float can hold"),
+    "scaling-nan": ({"scaling": float("nan")}, ValueError, "scaling: got nan"),
+    "generator": ({"generator": 42}, TypeError, "generator: got int"),
+    "training": ({"training": "no"}, TypeError, "training: got str"),
 }
 
 
@@ -109,9 +119,28 @@ def test_lora_embedding():
         functional.lora_embedding(ids, weight, A.T, B, 1.0)
     with pytest.raises(ValueError, match="padding_idx: got 7"):
         functional.lora_embedding(ids, weight, A, B, 1.0, padding_idx=7)
+    for wrong in ("a", 1.0, True):
+        with pytest.raises(TypeError, match="padding_idx: got"):
+            functional.lora_embedding(ids, weight, A, B, 1.0, padding_idx=wrong)
+    with pytest.raises(TypeError, match="embed_scale: got str"):
+        functional.lora_embedding(ids, weight, A, B, 1.0, embed_scale="x")
+    with pytest.raises(ValueError, match=r"embed_scale: got shape \(7,\)"):
+        functional.lora_embedding(ids, weight, A, B, 1.0, embed_scale=torch.ones(7))
+    one = torch.full((1, 1, 1, 1), 2.0)
+    scaled = functional.lora_embedding(ids, weight, A, B, 1.0, embed_scale=one)
+    assert torch.equal(scaled, 2.0 * functional.lora_embedding(ids, weight, A, B, 1.0))
     for outside, bounds in (([0, 7], "from 0 to 7"), ([-1, 2], "from -1 to 2")):
         with pytest.raises(ValueError, match=f"input_ids: got ids {bounds}, takes 0 to 6"):
             functional.lora_embedding(torch.tensor(outside), weight, A, B, 1.0)
+
+
+@pytest.mark.parametrize("name", ["weights", "lora_As", "lora_Bs", "scalings"])
+@pytest.mark.parametrize("wrong", [None, 2.0, {0: 1.0}])
+def test_lora_projections_take_sequences(name, wrong):
+    weight, A, B, scaling, _ = projection(16, 12, 4)
+    values = {"weights": [weight], "lora_As": [A], "lora_Bs": [B], "scalings": [scaling]}
+    with pytest.raises(TypeError, match=f"{name}: got {type(wrong).__name__}, takes a list"):
+        functional.lora_projections(torch.randn(2, 16), **(values | {name: wrong}))
 
 
 def test_nothing_is_drawn_before_a_refusal():
