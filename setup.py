@@ -77,6 +77,8 @@ class BuildExtension(build_ext):
             left_out(
                 f"it did not compile ({str(error).splitlines()[0] if str(error) else error!r})"
             )
+            # Nor one that an earlier build in this checkout has left.
+            Path(self.get_ext_fullpath(ext.name)).unlink(missing_ok=True)
             self.failed = True
 
     def add_flags(self, ext: Extension) -> None:

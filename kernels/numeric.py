@@ -44,6 +44,12 @@ def cast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def _rest(x, high):
+    """What rounding took from x; nothing where it overflowed, so that the inf stays one (inf - inf is NaN)."""
+    return tl.where(tl.abs(high) < float("inf"), x - high, 0.0)
+
+
+@triton.jit
 def split_dot(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     """acc + a @ b with fp32 b taken in a's dtype: rounded, or with SPLIT as its rounding and the rest of it.
 
@@ -53,7 +59,7 @@ def split_dot(a, b, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     high = cast(b, a.dtype)
     acc = dot(a, high, acc, PRECISION)
     if SPLIT and a.dtype != tl.float32:
-        acc = dot(a, cast(b - widen(high), a.dtype), acc, PRECISION)
+        acc = dot(a, cast(_rest(b, widen(high)), a.dtype), acc, PRECISION)
     return acc
 
 
@@ -63,6 +69,6 @@ def split_left_dot(a, b, acc, TRANSPOSED: tl.constexpr, PRECISION: tl.constexpr)
     high = cast(a, b.dtype)
     acc = dot(tl.trans(high) if TRANSPOSED else high, b, acc, PRECISION)
     if b.dtype != tl.float32:
-        low = cast(a - widen(high), b.dtype)
+        low = cast(_rest(a, widen(high)), b.dtype)
         acc = dot(tl.trans(low) if TRANSPOSED else low, b, acc, PRECISION)
     return acc

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fastlora.kernels import config, grad_dy, grad_x, linear, reduce
+from fastlora.kernels.projections import projections_forward
 from fastlora.ops.dropout import dropout, keep_mask
 from tests.helpers import relative_error
 
@@ -135,6 +136,17 @@ def test_expanded_gradient():
     plain = dataclasses.replace(c, dys=[torch.ones(20, 17)])
     expected, got = run(plain), run(ones)
     assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # numpy, interpreting
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_sums_beyond_half_precision_become_infinite():
+    """fp16: S = 1e5 does not fit; an inf is seen by a loss scaler, and a NaN is not what it is."""
+    x, a = torch.full((3, 16), 100.0).half(), torch.full((1, 16), 62.5)
+    b, w = torch.full((8, 1), 1.0), torch.zeros(8, 16).half()
+    ys, s = projections_forward(x, [w], [a], [b], [1.0], None, 0.0, None)
+    assert torch.equal(s, torch.full((3, 1), 1e5))
+    assert torch.equal(ys[0], torch.full((3, 8), float("inf")).half())
 
 
 @pytest.mark.filterwarnings(

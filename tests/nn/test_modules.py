@@ -180,7 +180,7 @@ def test_layers_that_do_more_are_refused(case):
 
 def test_an_embedding_that_scales_is_refused():
     scaled = Gemma3TextScaledWordEmbedding(8, 8, 0, embed_scale=3.0)
-    with pytest.raises(TypeError, match="embedding: got .* forward of its own"):
+    with pytest.raises(TypeError, match=r"embedding: got .* forward of its own"):
         LoRAEmbedding.from_embedding(scaled, r=2, lora_alpha=2)
 
 
