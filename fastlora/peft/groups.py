@@ -23,6 +23,8 @@ from ..ops._common import autocast_enabled
 from .layers import _DENSE, FusedLoraLinear, LinearTerms, hooked, linear_terms
 from .source import GatedMLP, gated_mlp, shared_inputs
 
+_SOME_DROPOUT = 0.5
+
 _log = logging.getLogger("fastlora")
 _SILU = (nn.SiLU, activations.SiLUActivation)
 _GELU_TANH = (
@@ -196,8 +198,8 @@ def _same(a: LinearTerms, b: LinearTerms) -> bool:
 
 def _mlp(parent: nn.Module, state: ParentState, mlp: GatedMLP, x: Any) -> Tensor | None:
     """The whole MLP as one operation, or None where some part of it needs its own call."""
-    if type(x) not in _DENSE:
-        return None
+    if type(x) not in _DENSE or few_rows.few(x, x, _SOME_DROPOUT, state.backend):
+        return None  # few by any measure: no time to collect operands in
     operands = mlp_operands(parent, mlp)
     if isinstance(operands, str):
         return None
