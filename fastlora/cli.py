@@ -1,12 +1,13 @@
 """The ``fastlora`` command: ``doctor``, ``finetune``.
 
 Exit codes: 0 done; 1 the work could not be done, the reason is printed in one line; 2 the command
-line is wrong.
+line is wrong; 130 interrupted.
 """
 
 import argparse
 import difflib
 import importlib.util
+import io
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -15,7 +16,7 @@ COMMANDS = {
     "doctor": "versions, devices, which backend serves which operation and why not the others",
     "finetune": "fine-tune a model on a JSONL file with LoRA (needs fastlora[finetune])",
 }
-FINETUNE_NEEDS = ("transformers", "peft", "accelerate")
+FINETUNE_NEEDS = ("transformers", "peft", "accelerate", "safetensors", "matplotlib", "yaml")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -75,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Whatever follows ``finetune`` is passed on untouched, ``--help`` included.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Of a terminal that is not UTF-8, a table's frame or an arrow would stop the command
+            stream.reconfigure(errors="replace")
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not arguments:

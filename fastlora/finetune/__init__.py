@@ -14,6 +14,7 @@ transformers, peft and accelerate are imported when a name of this package is fi
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Result", "Settings", "load_model", "load_tokenizer", "main", "parse", "run"]
 
+# What the extra `finetune` brings, by the names that they are imported under
+_PACKAGES = ("accelerate", "matplotlib", "peft", "yaml", "rich", "safetensors", "transformers")
 _HOMES = {
     "Settings": "arguments",
     "parse": "arguments",
@@ -42,22 +45,33 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: the arguments after `fastlora finetune`; None reads `sys.argv[1:]`.
 
     Returns:
-        0 when the run finished, 2 (after one line on stderr) when an argument, a file or the data was refused, 1 when a
-        package that it needs is not installed.
+        0 when the run finished; 2 (after one line on stderr) when an argument, a file or the data was refused; 1 when a
+        package that it needs is not installed, or training failed; 130 when it was interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # of a terminal that is not UTF-8, → would stop it
     try:
         from .command import main as command
 
         return command(argv)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] == "fastlora":
+        package = (error.name or "").partition(".")[0]
+        if package == "fastlora":
             raise  # a broken install of this package, not a missing extra
         print(
-            f"fastlora finetune: the package {error.name!r} is not installed; "
-            'run: pip install "fastlora[finetune]"',
+            f"fastlora finetune: the package {package!r} is not installed; run: {_install(package)}",
             file=sys.stderr,
         )
         return 1
+    except KeyboardInterrupt:
+        print("fastlora finetune: interrupted: nothing was trained", file=sys.stderr)
+        return 130
+
+
+def _install(package: str) -> str:
+    """How to get a package: by the extra where that holds it."""
+    return 'pip install "fastlora[finetune]"' if package in _PACKAGES else f"pip install {package}"
 
 
 def __getattr__(name: str) -> Any:

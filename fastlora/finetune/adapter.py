@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from .arguments import LoraArguments, layers_from_top, parse_pattern
+from .arguments import LoraArguments
+from .checks import layers_from_top, parse_pattern
 
 # What a checkpoint's adapter must share with the run's, or its weights and optimiser state do not fit.
 _COMPARED = (
@@ -62,8 +63,10 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
         # PEFT, which compares endings, says nothing of a name that no module has
         if not any(known.endswith(name) for known, _ in model.named_modules()):
             raise ValueError(f"modules_to_save: got {name!r}, but the model has no such module")
+    for pattern in ("rank_pattern", "alpha_pattern"):
+        _check_pattern(pattern, parse_pattern(pattern, getattr(arguments, pattern)), model)
     initial = {"true": True, "false": False}.get(
-        arguments.init_lora_weights.lower(), arguments.init_lora_weights
+        arguments.init_lora_weights.lower(), arguments.init_lora_weights.lower()
     )
     return LoraConfig(
         task_type="CAUSAL_LM",
@@ -83,6 +86,22 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
         rank_pattern=parse_pattern("rank_pattern", arguments.rank_pattern),
         alpha_pattern=parse_pattern("alpha_pattern", arguments.alpha_pattern),
     )
+
+
+def _check_pattern(name: str, pattern: dict[str, int], model: nn.Module) -> None:
+    """ValueError for a key that PEFT, which takes keys as regular expressions, would find no layer for."""
+    layers = [layer for layer, _ in model.named_modules()]
+    for key in pattern:
+        try:
+            matches = re.compile(rf"(.*\.)?({key})$").match
+        except re.error as error:
+            raise ValueError(
+                f"{name}: got {key!r}, which is no regular expression ({error})"
+            ) from None
+        if not any(map(matches, layers)):
+            raise ValueError(
+                f"{name}: got {key!r}, but the model's layers are {', '.join(_linear_names(model))}"
+            )
 
 
 def attention_projections(model: nn.Module) -> list[str]:
@@ -123,8 +142,8 @@ def check_same_adapter(model: Any, checkpoint: Path) -> None:
     for names, of in ((ours - theirs, "this run"), (theirs - ours, str(checkpoint))):
         if names:
             raise ValueError(
-                f"target_modules, layers: {min(names)} is trained by {of} alone ({len(names)} such tensors); "
-                "resume with the checkpoint's settings "
+                f"target_modules, layers, modules_to_save: {min(names)} is trained by "
+                f"{of} alone ({len(names)} such tensors); resume with the checkpoint's settings "
                 f"({_settings(stored)}), or take another output_dir"
             )
 

@@ -1,4 +1,4 @@
-"""The command's arguments: four dataclasses, one parser, and every check that needs neither the data nor the model.
+"""The command's arguments: four dataclasses and one parser.
 
 A `--config` file (YAML or JSON) holds the same names; what is given on the command line wins over it.
 """
@@ -6,15 +6,14 @@ A `--config` file (YAML or JSON) holds the same names; what is given on the comm
 from __future__ import annotations
 
 import argparse
-import difflib
-import json
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from transformers import HfArgumentParser, TrainingArguments
+
+from .checks import check_arguments, check_training, make_training
+from .configs import config_path, names, nearest, read_config, to_argv
 
 # Trainer's defaults that suit training from scratch more than an adapter; everything else is as in TrainingArguments.
 TRAINING_DEFAULTS = {
@@ -149,12 +148,12 @@ def parse(arguments: Sequence[str] | Mapping[str, Any]) -> Settings:
     """
     parser = build_parser()
     if isinstance(arguments, Mapping):
-        argv = _to_argv(arguments, parser, "arguments")
+        argv = to_argv(arguments, parser, "arguments")
     else:
         argv = list(arguments)
-        path = _config_path(argv)
+        path = config_path(argv)
         if path is not None:
-            argv = [*_to_argv(_read_config(path), parser, path), *argv]
+            argv = [*to_argv(read_config(path), parser, path), *argv]
     namespace, unknown = parser.parse_known_args(argv)
     for word in unknown:
         name = word.partition("=")[0]
@@ -162,7 +161,7 @@ def parse(arguments: Sequence[str] | Mapping[str, Any]) -> Settings:
             raise ValueError(
                 f"got {word!r} where an option was expected; every option starts with --"
             )
-        raise ValueError(f"unknown option {name}{_nearest(name.lstrip('-'), _names(parser), '--')}")
+        raise ValueError(f"unknown option {name}{nearest(name.lstrip('-'), names(parser), '--')}")
     values = vars(namespace)
 
     def pick(kind: type) -> dict[str, Any]:
@@ -171,189 +170,10 @@ def parse(arguments: Sequence[str] | Mapping[str, Any]) -> Settings:
     model = ModelArguments(**pick(ModelArguments))
     data = DataArguments(**pick(DataArguments))
     lora = LoraArguments(**pick(LoraArguments))
-    _check(model, data, lora, values["output_dir"])
-    training = TrainingArguments(**pick(TrainingArguments))
+    check_arguments(model, data, lora, values["output_dir"])
+    chosen = pick(TrainingArguments)
+    given = {name for name, value in chosen.items() if value != parser.get_default(name)}
+    training = make_training(chosen, given)
     settings = Settings(model, data, lora, training)
-    _check_training(settings)
+    check_training(settings)
     return settings
-
-
-def layers_from_top(spec: str, count: int | None = None) -> int:
-    """N of `top:N`; ValueError when malformed, or when the model has fewer than N of its `count` layers."""
-    match = re.fullmatch(r"top:([1-9][0-9]*)", spec)
-    if not match:
-        raise ValueError(f"layers: got {spec!r}, takes top:N with N at least 1, such as top:8")
-    number = int(match[1])
-    if count is not None and number > count:
-        raise ValueError(f"layers: got {spec!r}, but the model has {count} layers")
-    return number
-
-
-def _check(
-    model: ModelArguments, data: DataArguments, lora: LoraArguments, output_dir: str | None
-) -> None:
-    for name, value in (("model", model.model), ("data", data.data), ("output_dir", output_dir)):
-        if not value:
-            raise ValueError(f"{name}: missing; --model, --data and --output_dir are needed")
-    if model.model.endswith(".gguf") and not os.path.isfile(model.model):
-        raise ValueError(f"model: no such file {model.model}")
-    if _is_path(model.model) and not os.path.exists(model.model):
-        raise ValueError(f"model: no such directory {model.model}")
-    if lora.r < 1:
-        raise ValueError(f"r: got {lora.r}, takes 1 or more")
-    if lora.lora_alpha < 1:
-        raise ValueError(f"lora_alpha: got {lora.lora_alpha}, takes 1 or more")
-    if not 0 <= lora.lora_dropout < 1:
-        raise ValueError(
-            f"lora_dropout: got {lora.lora_dropout}, takes 0 up to but not including 1"
-        )
-    if lora.layers is not None:
-        layers_from_top(lora.layers)
-        if lora.layers_to_transform is not None:
-            raise ValueError("layers: layers_to_transform is given too; takes one of the two")
-    for index in lora.layers_to_transform or ():
-        if index < 0:
-            raise ValueError(f"layers_to_transform: got {index}, takes 0 or more")
-    for name in ("rank_pattern", "alpha_pattern"):
-        parse_pattern(name, getattr(lora, name))
-    if not 0 <= data.eval_fraction < 1:
-        raise ValueError(
-            f"eval_fraction: got {data.eval_fraction}, takes 0 up to but not including 1"
-        )
-    if data.eval_fraction and data.eval_data:
-        raise ValueError("eval_fraction: eval_data is given too; takes one of the two")
-    if data.max_length < 2:
-        raise ValueError(f"max_length: got {data.max_length}, takes 2 or more")
-    if data.pad_to_multiple_of < 1:
-        raise ValueError(f"pad_to_multiple_of: got {data.pad_to_multiple_of}, takes 1 or more")
-    if (
-        data.prompt_template not in ("auto", "chat", "plain")
-        and "{input}" not in data.prompt_template
-    ):
-        raise ValueError(
-            f"prompt_template: got {data.prompt_template!r}, takes auto, chat, plain, or a form with {{input}} in it"
-        )
-    _check_backend(model)
-
-
-def _is_path(model: str) -> bool:
-    """Whether `--model` can only be a path: a hub id has at most one slash, and none in front."""
-    return os.path.isabs(model) or model.startswith(".") or model.count("/") > 1
-
-
-def _check_backend(model: ModelArguments) -> None:
-    from fastlora import backend
-
-    if model.backend == "auto":
-        return
-    if model.backend not in backend.NAMES:
-        raise ValueError(f"backend: got {model.backend!r}, takes auto, {', '.join(backend.NAMES)}")
-    status = backend.status(model.backend)
-    if not status.ok:
-        raise ValueError(f"backend: {model.backend} cannot serve here: {status.reason}")
-
-
-def _check_training(settings: Settings) -> None:
-    training, data = settings.training, settings.data
-    has_eval = bool(data.eval_data or data.eval_fraction)
-    wants_eval = training.eval_strategy != "no" or training.eval_on_start
-    if wants_eval and not has_eval:
-        raise ValueError(
-            f"eval_strategy: got {training.eval_strategy.value}, which needs eval_data or eval_fraction"
-        )
-    for name in (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "gradient_accumulation_steps",
-    ):
-        if getattr(training, name) < 1:
-            raise ValueError(f"{name}: got {getattr(training, name)}, takes 1 or more")
-    for name in ("learning_rate", "weight_decay"):
-        if not 0 <= getattr(training, name) < float("inf"):
-            raise ValueError(f"{name}: got {getattr(training, name)}, takes a number from 0 up")
-    if training.max_steps == 0:  # Trainer would take one step
-        raise ValueError("max_steps: got 0, takes 1 or more, or -1 for num_train_epochs")
-    if training.max_steps < 0 and training.num_train_epochs <= 0:
-        raise ValueError(f"num_train_epochs: got {training.num_train_epochs}, takes more than 0")
-    _check_reporters(training)
-
-
-def _check_reporters(training: TrainingArguments) -> None:
-    """Make Trainer's loggers once: one whose package is missing would stop the run only behind the model's loading."""
-    from transformers.integrations import get_reporting_integration_callbacks
-
-    for name in training.report_to:
-        try:
-            for kind in get_reporting_integration_callbacks([name]):
-                kind()
-        except (RuntimeError, ImportError, ValueError) as error:
-            raise ValueError(f"report_to: {name} cannot serve here ({error})") from None
-
-
-def parse_pattern(name: str, text: str | None) -> dict[str, int]:
-    """`rank_pattern` and `alpha_pattern`: a JSON object of layer name to positive integer."""
-    if text is None:
-        return {}
-    try:
-        pattern = json.loads(text)
-    except json.JSONDecodeError:
-        pattern = None
-    if not isinstance(pattern, dict) or not all(
-        type(v) is int and v >= 1 for v in pattern.values()
-    ):
-        raise ValueError(f'{name}: got {text!r}, takes JSON such as {{"q_proj": 16}}')
-    return pattern
-
-
-def _config_path(argv: Sequence[str]) -> str | None:
-    finder = _Parser(allow_abbrev=False, add_help=False)
-    finder.add_argument("--config")
-    return finder.parse_known_args(list(argv))[0].config
-
-
-def _read_config(path: str) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            config = yaml.safe_load(file)  # JSON is YAML
-    except OSError as error:
-        raise ValueError(f"config: cannot read {path} ({error.strerror})") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"config: {path} is not YAML ({' '.join(str(error).split())})") from None
-    if not isinstance(config, Mapping):
-        raise ValueError(
-            f"config: {path} holds a {type(config).__name__}, takes a mapping of names to values"
-        )
-    return config
-
-
-def _to_argv(config: Mapping[str, Any], parser: argparse.ArgumentParser, source: str) -> list[str]:
-    """A mapping as a command line, so that types are checked in one place (YAML reads 2e-4 as a string)."""
-    names = _names(parser)
-    choices = {action.dest: action.choices or () for action in parser._actions}
-    argv: list[str] = []
-    for key, value in config.items():
-        name = str(key).replace("-", "_")
-        if name not in names:
-            raise ValueError(f"{source}: unknown key {key!r}{_nearest(name, names, '')}")
-        if value is None:
-            continue
-        if value is False and "no" in choices[name]:
-            value = "no"  # YAML reads an unquoted `no` as false
-        if isinstance(value, Mapping):
-            argv.append(f"--{name}={json.dumps(value)}")
-        elif isinstance(value, (list, tuple)):
-            argv += [f"--{name}", *map(str, value)] if value else []
-        else:
-            argv.append(f"--{name}={value}")
-    return argv
-
-
-def _names(parser: argparse.ArgumentParser) -> list[str]:
-    return sorted({action.dest for action in parser._actions} - {"help", "config"})
-
-
-def _nearest(name: str, known: Sequence[str], prefix: str) -> str:
-    close = difflib.get_close_matches(name.replace("-", "_"), known, n=1)
-    return f"; did you mean {prefix}{close[0]}?" if close else "; see fastlora finetune --help"

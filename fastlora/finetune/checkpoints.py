@@ -1,7 +1,8 @@
-"""Checkpoints that can be trusted: which one to resume from, and files written whole or not at all.
+"""Checkpoints that can be trusted: what they were made of, and which one to resume from.
 
-Trainer writes a checkpoint's files one after another into its final directory, `trainer_state.json` last. A run that is
-killed meanwhile leaves a directory that looks like a checkpoint; `fault` tells it from a real one.
+Trainer writes a checkpoint's files one after another into its final directory, `trainer_state.json` last; then `seal`
+adds the size and checksum of each to `fastlora.json`. A run that is killed meanwhile leaves a directory that looks like
+a checkpoint; `fault` tells it from a real one, and a real one from one that was damaged since.
 """
 
 from __future__ import annotations
@@ -10,111 +11,195 @@ import json
 import os
 import re
 import shutil
-import tempfile
-import zipfile
-from collections.abc import Callable
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .files import write_json
+
 STATE = "trainer_state.json"
+MANIFEST = "fastlora.json"
+WEIGHTS = "adapter_model.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
+_SUMMED = (".json", ".safetensors", ".pt", ".pth", ".bin")
+# A key that the file's content must have, where no checksum vouches for it
+_KEYS = {
+    "adapter_config.json": "r",
+    STATE: "global_step",
+    "optimizer.pt": "param_groups",
+    "scheduler.pt": "last_epoch",
+}
 
 
-def fault(directory: Path, world_size: int = 1) -> str | None:
-    """Why a checkpoint cannot be resumed from, or None when it can.
+@dataclass
+class Found:
+    """The checkpoints of a directory: the newest to resume from, and what is wrong with those that are newer."""
 
-    Every file is looked into as far as its format tells that it is complete: JSON parses, a `.pt` is a closed zip
-    archive, a `.safetensors` is as long as its header says.
+    usable: Path | None = None
+    skipped: list[str] = field(default_factory=list)
+    half_written: int = 0  # how many of the skipped were being written when their run was killed
+
+    @property
+    def any(self) -> bool:
+        """Whether there is any, of use or not."""
+        return self.usable is not None or bool(self.skipped)
+
+
+def manifest(directory: Path) -> dict[str, Any]:
+    """What a checkpoint's `fastlora.json` holds; empty when there is none, as in one that Trainer made alone.
+
+    Raises:
+        ValueError: it is damaged.
     """
+    try:
+        found = json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not isinstance(found.get("files", {}), dict):
+        raise ValueError(f"{MANIFEST} is damaged")
+    return found
+
+
+def begin(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Empty a checkpoint's directory, and note what it will be of, before its first file is written."""
+    # What an earlier run left there must not pass for a part of this one; its checksums go first, so that a kill
+    # meanwhile leaves nothing that looks like a whole one gone bad.
+    (directory / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(directory / MANIFEST, facts)
+
+
+def seal(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Bring a checkpoint's files to the disk, and note the size and checksum of each."""
+    files = {}
+    for path in sorted(directory.iterdir()):
+        if path.is_file() and path.suffix in _SUMMED and path.name != MANIFEST:
+            with open(path, "rb") as file:
+                os.fsync(file.fileno())
+            files[path.name] = {"size": path.stat().st_size, "crc32": _checksum(path)}
+    write_json(directory / MANIFEST, {**facts, "files": files})
+
+
+def fault(directory: Path, processes: int = 1) -> str | None:
+    """Why a checkpoint cannot be resumed from by as many processes as made it, or None when it can."""
+    if not directory.is_dir():
+        return "there is no such directory"
     random_states = (
         ["rng_state.pth"]
-        if world_size <= 1
-        else [f"rng_state_{rank}.pth" for rank in range(world_size)]
+        if processes <= 1
+        else [f"rng_state_{rank}.pth" for rank in range(processes)]
     )
-    for name in ("adapter_config.json", STATE):
+    needed = ["adapter_config.json", STATE, WEIGHTS, "optimizer.pt", "scheduler.pt", *random_states]
+    try:
+        sums = manifest(directory).get("files")
+    except ValueError as error:
+        return str(error)
+    for name in dict.fromkeys([*needed, *(sums or ())]):
+        path = directory / name
         try:
-            json.loads((directory / name).read_bytes())
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except ValueError:
-            return f"{name} is cut off"
-    weights = directory / "adapter_model.safetensors"
-    if not weights.is_file():
-        return f"{weights.name} is missing"
-    if not _whole_safetensors(weights):
-        return f"{weights.name} is cut off"
-    for name in ("optimizer.pt", "scheduler.pt", *random_states):
-        if not (directory / name).is_file():
-            return f"{name} is missing"
-        if not zipfile.is_zipfile(directory / name):
-            return f"{name} is cut off"
+            if not path.is_file():
+                return f"{name} is missing"
+            if sums is not None and name in sums:
+                reason = _differs(path, sums[name])
+            else:
+                reason = _unreadable(path)
+        except OSError as error:
+            return f"{name} cannot be read ({error.strerror})"
+        if reason:
+            return f"{name} {reason}"
     return None
 
 
-def last_usable(output_dir: Path, world_size: int = 1) -> tuple[Path | None, list[str]]:
-    """The newest checkpoint in `output_dir` that can be resumed from, and what was wrong with newer ones."""
-    found = []
+def made_by(directory: Path) -> int | None:
+    """How many processes made a checkpoint; None where that cannot be told."""
+    try:
+        processes = manifest(directory).get("processes")
+    except ValueError:
+        processes = None
+    if isinstance(processes, int):
+        return processes
+    if (directory / "rng_state.pth").is_file():
+        return 1
+    # One alone says nothing: another may have been about to be written.
+    count = len(list(directory.glob("rng_state_*.pth")))
+    return count if count > 1 else None
+
+
+def step(directory: Path) -> int:
+    """The step that a checkpoint was made behind."""
+    return int(json.loads((directory / STATE).read_bytes())["global_step"])
+
+
+def find(output_dir: Path, processes: int = 1) -> Found:
+    """Look for the newest checkpoint in `output_dir` that can be resumed from, newest first."""
+    names = []
     if output_dir.is_dir():
         for path in output_dir.iterdir():
             match = _NAME.fullmatch(path.name)
             if match and path.is_dir():
-                found.append((int(match[1]), path))
-    skipped: list[str] = []
-    for _, path in sorted(found, reverse=True):
-        reason = fault(path, world_size)
+                names.append((int(match[1]), path))
+    found = Found()
+    for _, path in sorted(names, reverse=True):
+        reason = fault(path, made_by(path) or processes)
         if reason is None:
-            return path, skipped
-        skipped.append(f"{path.name}: {reason}")
-    return None, skipped
+            found.usable = path
+            break
+        found.skipped.append(f"{path.name}: {reason}")
+        found.half_written += not _sealed(path)
+    return found
 
 
-def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Have `write` fill a temporary file beside `path`, then rename it: readers see the old file or the new one."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+def _sealed(directory: Path) -> bool:
     try:
-        write(temporary)
-        with open(temporary, "rb") as file:
-            os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp makes it private
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return "files" in manifest(directory)
+    except ValueError:
+        return True
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON whole or not at all; ValueError on NaN and infinities, which JSON does not have."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    write_whole(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+def _differs(path: Path, noted: Any) -> str | None:
+    size = path.stat().st_size
+    if not isinstance(noted, dict) or size != noted.get("size"):
+        return (
+            "is cut off"
+            if isinstance(noted, dict) and size < noted.get("size", 0)
+            else "is damaged"
+        )
+    return None if _checksum(path) == noted.get("crc32") else "is damaged"
 
 
-def save_directory(save: Callable[[str], Any], directory: Path) -> None:
-    """Have `save` write into a fresh directory, then move its files into `directory` one rename each."""
-    temporary = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory))
+def _checksum(path: Path) -> int:
+    # Against damage, not malice; CRC-32 runs at memory's speed, and a checkpoint may hold gigabytes.
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def _unreadable(path: Path) -> str | None:
+    """What is wrong with a file of no known checksum, as far as reading it tells."""
     try:
-        save(str(temporary))
-        # The weights last: a reader that finds them finds the config that they were saved with.
-        for path in sorted(temporary.iterdir(), key=lambda path: path.suffix == ".safetensors"):
-            if path.is_file():
-                path.chmod(0o666 & ~_umask())  # safetensors makes its files private
-                os.replace(path, directory / path.name)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if path.suffix == ".json":
+            content = json.loads(path.read_bytes())
+        elif path.suffix == ".safetensors":
+            return None if _whole_safetensors(path) else "is cut off or damaged"
+        else:
+            import torch
+            from transformers.trainer_pt_utils import safe_globals
 
-
-def make_writable(output_dir: Path) -> None:
-    """Create the directory and write a file in it, to learn before training whether that works.
-
-    Raises:
-        ValueError: it does not.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(prefix=".probe-", dir=output_dir) as file:
-            file.write(b"x")
-    except OSError as error:
-        raise ValueError(f"output_dir: cannot write in {output_dir} ({error.strerror})") from None
+            with safe_globals():
+                content = torch.load(path, weights_only=True, map_location="cpu")
+    except Exception:  # what a damaged archive makes torch raise is of many kinds
+        return "is cut off or damaged"
+    key = _KEYS.get(path.name, "cpu")
+    if not isinstance(content, dict) or key not in content:
+        return f"has no {key}"
+    return None
 
 
 def _whole_safetensors(path: Path) -> bool:
@@ -123,15 +208,6 @@ def _whole_safetensors(path: Path) -> bool:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 + length:
             return False
-        try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return False
+        header = json.loads(file.read(length))
     ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    return size == 8 + length + max(ends, default=0)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+    return bool(ends) and size == 8 + length + max(ends)

@@ -140,9 +140,15 @@ class Encoded(torch.utils.data.Dataset):
 
 
 def encode_rows(
-    rows: Sequence[Row], prompting: Prompting, max_length: int, cleaning: Cleaning
+    rows: Sequence[Row],
+    prompting: Prompting,
+    max_length: int,
+    cleaning: Cleaning,
+    name: str = "data",
 ) -> Encoded:
     """Tokenise rows; those over `max_length` tokens are left out and counted in `cleaning`.
+
+    `name` is the argument that they came from, for the message.
 
     Raises:
         ValueError: a row that the chat template refuses, or no row short enough.
@@ -164,7 +170,7 @@ def encode_rows(
     cleaning.kept = len(examples)
     if not examples:
         raise ValueError(
-            f"max_length: got {max_length}, and every row is longer ({cleaning.describe()})"
+            f"max_length: got {max_length}, and every row of {name} is longer ({cleaning.describe()})"
         )
     return Encoded(examples)
 

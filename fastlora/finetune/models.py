@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .arguments import ModelArguments
+from .checks import refusing
 from .trainer import say
 
 
 def load_tokenizer(arguments: ModelArguments) -> Any:
     """The tokenizer of `--model`; ValueError when there is none."""
     path, kwargs = _where(arguments)
-    with _refusing(arguments.model, "tokenizer"):
+    _say_where(arguments.model)
+    with refusing("model", _cannot("tokenizer", arguments.model)):
         return AutoTokenizer.from_pretrained(path, **kwargs)
 
 
@@ -30,7 +31,7 @@ def load_model(arguments: ModelArguments) -> Any:
     say(f"loading {arguments.model}")
     if arguments.attn_implementation:
         kwargs["attn_implementation"] = arguments.attn_implementation
-    with _refusing(arguments.model, "model"):
+    with refusing("model", _cannot("model", arguments.model)):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=arguments.dtype, **kwargs)
     if "gguf_file" in kwargs:
         # The weights are plain now; what says otherwise would only forbid saving a merged model.
@@ -39,15 +40,6 @@ def load_model(arguments: ModelArguments) -> Any:
             if hasattr(owner, name):
                 delattr(owner, name)
     return model
-
-
-@contextmanager
-def _refusing(name: str, what: str) -> Iterator[None]:
-    """Put the argument's name in front of what `from_pretrained` says."""
-    try:
-        yield
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model: cannot load a {what} from {name} ({error})") from error
 
 
 def _where(arguments: ModelArguments) -> tuple[str, dict[str, Any]]:
@@ -59,3 +51,26 @@ def _where(arguments: ModelArguments) -> tuple[str, dict[str, Any]]:
         file = Path(arguments.model).resolve()
         return str(file.parent), kwargs | {"gguf_file": file.name}
     return arguments.model, kwargs
+
+
+def _cannot(what: str, model: str) -> str:
+    """What is refused, and where it was looked for."""
+    here = "" if os.path.exists(model) else "; there is no such directory here, and on the hub"
+    return f"cannot load a {what} from {model}{here}"
+
+
+def _say_where(model: str) -> None:
+    # The hub is asked many times where it cannot be reached: a misspelt directory would look like a hang
+    if not os.path.exists(model) and not _is_cached(model):
+        say(f"no directory {model} here: asking the hub for it")
+
+
+def _is_cached(name: str) -> bool:
+    """Whether a hub id was loaded here before."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except HFValidationError:
+        return False

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .checkpoints import write_json, write_whole
+from .files import write_json, write_whole
 
 if TYPE_CHECKING:
     from .running import Prepared

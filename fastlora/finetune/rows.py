@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+READ = ("input", "output", "messages", "role", "content")  # the keys that count
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,14 @@ def read_rows(
 def parse_row(line: bytes | str, source: str) -> Row:
     """One JSONL line to a `Row`; ValueError with `source` in front when it is not one."""
     try:
-        record = json.loads(line)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        record = json.loads(line, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(
+            f"{source}: nested too deep; takes input and output, or messages"
+        ) from None
+    except _Twice as error:
+        raise ValueError(f"{source}: {error} is given twice") from None
+    except ValueError as error:  # not UTF-8 and a number of too many digits too
         raise ValueError(f"{source}: not JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError(
@@ -133,6 +140,7 @@ def parse_row(line: bytes | str, source: str) -> Row:
     for key in ("input", "output"):
         if not isinstance(record[key], str):
             raise ValueError(f"{source}: {key} must be a string, got {type(record[key]).__name__}")
+        _check_text(record[key], f"{source}: {key}")
     messages = (
         {"role": "user", "content": record["input"]},
         {"role": "assistant", "content": record["output"]},
@@ -159,6 +167,32 @@ def shared_prompts(training: Iterable[Row], held_out: Iterable[Row]) -> int:
     return sum(_digest(row.prompt) in trained for row in held_out)
 
 
+class _Twice(Exception):
+    """A key that an object has twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. Python would keep the last of two equal keys; which one was meant cannot be told."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        for key in READ:
+            if keys.count(key) > 1:
+                raise _Twice(key)
+    return found
+
+
+def _check_text(text: str, where: str) -> None:
+    """ValueError on half of a surrogate pair, which JSON can write (\\ud800) and no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        code = f"\\u{ord(text[error.start]):04x}"
+        raise ValueError(
+            f"{where} holds {code}, half of a surrogate pair, which is no text"
+        ) from None
+
+
 def _check_messages(messages: Any, source: str) -> tuple[dict[str, Any], ...]:
     if not isinstance(messages, list) or not messages:
         raise ValueError(
@@ -176,9 +210,12 @@ def _check_messages(messages: Any, source: str) -> tuple[dict[str, Any], ...]:
         if not isinstance(message["content"], str):
             kind = type(message["content"]).__name__
             raise ValueError(f"{source}: content of message {number} must be a string, got {kind}")
+        _check_text(json.dumps(message, ensure_ascii=False), f"{source}: message {number}")
     last = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=-1)
     if last < 1:
         raise ValueError(f"{source}: messages need an assistant turn that follows another one")
+    if messages[0]["role"] == "assistant":
+        raise ValueError(f"{source}: message 1 is the assistant's, takes one that it answers")
     return tuple(messages[: last + 1])  # what comes after the last answer would train nothing
 
 

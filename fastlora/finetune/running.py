@@ -14,14 +14,15 @@ from transformers import TrainerCallback, set_seed
 
 import fastlora
 
-from . import checkpoints, report
+from . import files, report, resuming
 from .adapter import check_same_adapter, lora_config
 from .arguments import Settings, bucketed
 from .batches import Collator, LengthBuckets, padding_share
+from .checks import blamed, words
 from .encoding import Encoded, Prompting, encode_rows
 from .models import load_model, load_tokenizer
 from .rows import Cleaning, Row, read_rows, shared_prompts, split_rows
-from .trainer import FINGERPRINT, LoRATrainer, say, world_size
+from .trainer import LoRATrainer, say
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Prepared:
     evaluation: Encoded | None
     facts: dict[str, Any]  # what metrics.json says of data, adapter and fusion
     resume_from: Path | None
+    trainer: LoRATrainer
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,44 @@ def run(
     Raises:
         ValueError, TypeError, OSError: an argument, a file or the data was refused; nothing was trained.
     """
-    return train(prepare(settings, model=model, tokenizer=tokenizer), callbacks)
+    return train(prepare(settings, model=model, tokenizer=tokenizer, callbacks=callbacks))
 
 
-def prepare(settings: Settings, *, model: Any = None, tokenizer: Any = None) -> Prepared:
-    """All of a run up to training; raises what `run` raises."""
-    output_dir = Path(settings.training.output_dir)
+def prepare(
+    settings: Settings,
+    *,
+    model: Any = None,
+    tokenizer: Any = None,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Prepared:
+    """All of a run up to training; takes and raises what `run` does."""
     rows, held_out, cleaning = _read(settings)
     say(f"data: {cleaning['data'].describe()}")
     if "eval_data" in cleaning:
         say(f"eval data: {cleaning['eval_data'].describe()}")
-    checkpoints.make_writable(output_dir)
-    resume_from = _find_checkpoint(settings, output_dir)
+    made = files.make_writable(Path(settings.training.output_dir))
+    try:
+        return _prepare(settings, rows, held_out, cleaning, model, tokenizer, callbacks)
+    except BaseException:
+        files.remove_empty(made)
+        raise
 
+
+def _prepare(
+    settings: Settings,
+    rows: list[Row],
+    held_out: list[Row],
+    cleaning: dict[str, Cleaning],
+    model: Any,
+    tokenizer: Any,
+    callbacks: Sequence[TrainerCallback],
+) -> Prepared:
+    resume_from = resuming.find_checkpoint(settings, Path(settings.training.output_dir))
     tokenizer = load_tokenizer(settings.model) if tokenizer is None else tokenizer
     prompting = Prompting.choose(tokenizer, settings.data.prompt_template)
     training, evaluation = _encode(rows, held_out, prompting, settings, cleaning)
     facts = _data_facts(rows, held_out, training, evaluation, settings, cleaning)
+    steps = resuming.check_steps(len(training), settings, resume_from)
 
     model = load_model(settings.model) if model is None else model
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -95,25 +118,29 @@ def prepare(settings: Settings, *, model: Any = None, tokenizer: Any = None) -> 
         raise ValueError(
             f"max_length: a row has {longest} tokens, but the model takes {limit}; set max_length to that"
         )
+    base = resuming.describe_base(model)
+    noted = resuming.facts(settings, training.fingerprint(), base)
     model, adapter_facts = _adapt(model, settings)
     if resume_from is not None:
         check_same_adapter(model, resume_from)
-        _check_same_data(training, resume_from)
+        resuming.check_same_run(noted, resume_from)
+    trainer = _make_trainer(settings, model, tokenizer, training, evaluation, noted, callbacks)
+    trainer.check_optimizer(steps)
+    facts |= adapter_facts
     return Prepared(
-        settings,
-        model,
-        tokenizer,
-        prompting,
-        training,
-        evaluation,
-        facts | adapter_facts,
-        resume_from,
+        settings, model, tokenizer, prompting, training, evaluation, facts, resume_from, trainer
     )
 
 
-def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Result:
-    """Train, evaluate, and write what the run leaves behind."""
-    settings, tokenizer = prepared.settings, prepared.tokenizer
+def _make_trainer(
+    settings: Settings,
+    model: Any,
+    tokenizer: Any,
+    training: Encoded,
+    evaluation: Encoded | None,
+    noted: dict[str, Any],
+    callbacks: Sequence[TrainerCallback],
+) -> LoRATrainer:
     args = settings.training
     if args.ddp_find_unused_parameters is None:
         # Every adapter is used in every forward: spare DDP its search.
@@ -123,16 +150,26 @@ def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Resu
         if tokenizer.pad_token_id is not None
         else (tokenizer.eos_token_id or 0)
     )
-    trainer = LoRATrainer(
-        model=prepared.model,
-        args=args,
-        train_dataset=prepared.training,
-        eval_dataset=prepared.evaluation,
-        data_collator=Collator(pad, settings.data.pad_to_multiple_of),
-        processing_class=tokenizer,
-        callbacks=list(callbacks),
-        data_fingerprint=prepared.training.fingerprint(),
-    )
+    try:
+        return LoRATrainer(
+            model=model,
+            args=args,
+            train_dataset=training,
+            eval_dataset=evaluation,
+            data_collator=Collator(pad, settings.data.pad_to_multiple_of),
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+            facts=noted,
+        )
+    except Exception as error:  # a package or a service that one of Trainer's options needs
+        given = {name for name, value in vars(args).items() if value}
+        raise ValueError(f"{blamed(error, given)}: {words(error)}") from error
+
+
+def train(prepared: Prepared) -> Result:
+    """Train, evaluate, and write what the run leaves behind."""
+    tokenizer, trainer = prepared.tokenizer, prepared.trainer
+    output_dir = Path(trainer.args.output_dir)
     begun = time.perf_counter()
     with warnings.catch_warnings():
         # PEFT looks for the base's config.json on every save; a GGUF file has none beside it, and that is fine.
@@ -146,11 +183,13 @@ def train(prepared: Prepared, callbacks: Sequence[TrainerCallback] = ()) -> Resu
             trainer.evaluate()
         metrics = report.run_metrics(prepared, trainer, time.perf_counter() - begun)
         if trainer.is_world_process_zero():
-            checkpoints.save_directory(prepared.model.save_pretrained, Path(args.output_dir))
-            tokenizer.save_pretrained(args.output_dir)
-            report.write_report(Path(args.output_dir), metrics)
+            files.save_directory(prepared.model.save_pretrained, output_dir)
+            # Of another tokenizer, it would be taken for this one's
+            (output_dir / "chat_template.jinja").unlink(missing_ok=True)
+            tokenizer.save_pretrained(output_dir)
+            report.write_report(output_dir, metrics)
             say(report.last_line(metrics))
-            say(f"adapter, metrics.json and loss.png are in {args.output_dir}")
+            say(f"adapter, metrics.json and loss.png are in {output_dir}")
     return Result(metrics, prepared.model, tokenizer, prepared.prompting, trainer)
 
 
@@ -184,9 +223,9 @@ def _encode(
     if not held_out:
         evaluation = None
     elif "eval_data" in cleaning:
-        evaluation = encode_rows(held_out, prompting, limit, cleaning["eval_data"])
+        evaluation = encode_rows(held_out, prompting, limit, cleaning["eval_data"], "eval_data")
     else:
-        evaluation = encode_rows(held_out, prompting, limit, all_data)
+        evaluation = encode_rows(held_out, prompting, limit, all_data, "eval_fraction")
         all_data.kept = len(training) + len(evaluation)
     for name, counts in cleaning.items():
         if counts.left_out["too_long"]:
@@ -268,46 +307,6 @@ def _adapt(model: Any, settings: Settings) -> tuple[Any, dict[str, Any]]:
         "adapter": lora | {"trained_parameters": trained, "parameters": total},
         "fusion": fusion,
     }
-
-
-def _find_checkpoint(settings: Settings, output_dir: Path) -> Path | None:
-    """What to resume from: the one that was named, else the newest usable one in `output_dir`, else nothing."""
-    wish = settings.training.resume_from_checkpoint
-    usable, skipped = checkpoints.last_usable(output_dir, world_size())
-    if wish is not None and str(wish).lower() in ("false", "no"):
-        if usable is not None:
-            raise ValueError(
-                f"resume_from_checkpoint: got {wish}, but {output_dir} holds {usable.name} of an earlier run; "
-                "take another output_dir or remove it"
-            )
-        return None
-    if wish is not None and str(wish).lower() not in ("true", "yes"):
-        fault = checkpoints.fault(Path(wish), world_size())
-        if fault:
-            raise ValueError(f"resume_from_checkpoint: {wish} cannot be resumed from: {fault}")
-        usable, skipped = Path(wish), []
-    for reason in skipped:
-        say(f"skipping a checkpoint that is not whole: {reason}")
-    if usable is not None:
-        say(f"resuming from {usable}")
-    elif wish is not None:
-        raise ValueError(
-            f"resume_from_checkpoint: got {wish}, but {output_dir} holds no usable checkpoint"
-        )
-    return usable
-
-
-def _check_same_data(training: Encoded, checkpoint: Path) -> None:
-    import json
-
-    try:
-        stored = json.loads((checkpoint / FINGERPRINT).read_bytes())["data"]
-    except (OSError, ValueError, KeyError):
-        return
-    if stored != training.fingerprint():
-        say(
-            f"the training data changed since {checkpoint.name}: the losses will not be those of a run never cut"
-        )
 
 
 def _needs_last_evaluation(trainer: LoRATrainer) -> bool:

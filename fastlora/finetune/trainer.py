@@ -13,23 +13,22 @@ from transformers.trainer_callback import ProgressCallback
 
 from .arguments import bucketed
 from .batches import LengthBuckets
-from .checkpoints import STATE, write_json
-
-FINGERPRINT = "fastlora.json"
+from .checkpoints import begin, seal
+from .checks import refusing
 
 
 class LoRATrainer(Trainer):
     """Trainer whose run, cut at any checkpoint and resumed, has the losses of the run that was not cut, bit for bit.
 
     Args:
-        data_fingerprint: of the training data; stored in every checkpoint, so that a resume can tell that they changed.
+        facts: about the run; stored in every checkpoint, so that a resume can tell that they changed.
         The rest is Trainer's.
     """
 
-    def __init__(self, *args: Any, data_fingerprint: str = "", **kwargs: Any):
+    def __init__(self, *args: Any, facts: dict[str, Any] | None = None, **kwargs: Any):
         self._buckets: LengthBuckets | None = None
         self._tokens = torch.zeros(2, dtype=torch.int64)  # real, with padding
-        self._data_fingerprint = data_fingerprint
+        self._facts = facts or {}
         super().__init__(*args, **kwargs)
         self.clock = _Clock()
         self.add_callback(_Replay(self))
@@ -92,14 +91,37 @@ class LoRATrainer(Trainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         directory = Path(self._get_output_dir(trial=None)) / f"checkpoint-{self.state.global_step}"
         if self.args.should_save:
-            # The state file is written last and says that the rest is whole: it must not be an earlier run's.
-            (directory / STATE).unlink(missing_ok=True)
-            if self._data_fingerprint:
-                directory.mkdir(parents=True, exist_ok=True)
-                write_json(directory / FINGERPRINT, {"data": self._data_fingerprint})
+            begin(directory, self._facts)
+        self._wait()
+        super()._save_checkpoint(*args, **kwargs)
+        self._wait()  # the other processes' random states are in it too
+        if self.args.should_save and directory.is_dir():
+            seal(directory, self._facts)
+
+    def _wait(self) -> None:
         if self.args.world_size > 1:
             torch.distributed.barrier()
-        super()._save_checkpoint(*args, **kwargs)
+
+    def check_optimizer(self, steps: int) -> None:
+        """Make optimiser and scheduler for a weight of nobody's: what they refuse is refused before training.
+
+        Raises:
+            ValueError: `optim` or `lr_scheduler_type`, with their arguments, cannot be made.
+        """
+        weight = torch.nn.Parameter(torch.zeros(1, device=self.args.device))
+        optimizer: torch.optim.Optimizer = torch.optim.SGD([weight], lr=self.args.learning_rate)
+        kind = getattr(self.args.optim, "value", self.args.optim)
+        with refusing("optim, optim_args", f"{kind} cannot be used here"):
+            make, kwargs = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            # Some take the model, and hang themselves into it
+            plain = isinstance(make, type) and issubclass(make, torch.optim.Optimizer)
+            if plain and not {"params", "model", "optimizer_dict"} & kwargs.keys():
+                optimizer = make([weight], **kwargs)
+        kind = getattr(self.args.lr_scheduler_type, "value", self.args.lr_scheduler_type)
+        with refusing("lr_scheduler_type, lr_scheduler_kwargs", f"{kind} cannot be used here"):
+            self.create_scheduler(steps, optimizer)
+        self.lr_scheduler = None
+        self._created_lr_scheduler = False
 
 
 class _Replay(TrainerCallback):

@@ -353,7 +353,9 @@ def regroup(parent: Any, backend: str, groups: frozenset[str]) -> None:
     parent.__dict__["_fastlora"] = state
     cls: Any = type(parent)
     if "_fastlora_original" in cls.__dict__ or not hasattr(cls, "_fastlora_original"):
-        parent.__class__ = grouping_class(original_class(cls))  # else `fully_shard` made a subclass of ours
+        parent.__class__ = grouping_class(
+            original_class(cls)
+        )  # else `fully_shard` made a subclass of ours
 
 
 def replaced_since(parent: nn.Module) -> bool:

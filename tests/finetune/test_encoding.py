@@ -195,7 +195,7 @@ def test_long_rows_are_left_out_and_counted(plain):
     assert encoded.lengths == [4, 5]
     assert (cleaning.kept, cleaning.left_out["too_long"]) == (2, 1)
     assert cleaning.where["too_long"] == ["x.jsonl:2"]
-    with pytest.raises(ValueError, match=r"max_length: got 3, and every row is longer"):
+    with pytest.raises(ValueError, match=r"max_length: got 3, and every row of data is longer"):
         encode(plain, *records, max_length=3)
 
 

@@ -1,8 +1,6 @@
 """A run that was cut, by whatever, goes on to the losses and the adapter of a run that never was."""
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -84,13 +82,41 @@ def test_saving_leaves_no_trace_in_the_losses(options, tmp_path):
     assert_same_adapter(tmp_path / "whole", options["output_dir"])
 
 
-def test_a_finished_run_started_again_changes_nothing(options):
+def contents(directory):
+    """Bytes of every file below a directory, by path."""
+    return {
+        path: path.read_bytes() for path in sorted(Path(directory).rglob("*")) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 8}, {"num_train_epochs": 1}, {"max_steps": 4}])
+def test_a_finished_run_started_again_is_refused(options, tmp_path, changes):
+    """Nothing is left to train, with other data neither: every file stays as it was."""
+    del options["max_steps"]
+    options |= SAVING | changes
+    run(parse(options | ({"max_steps": 8} if "max_steps" in changes else {})))
+    before = contents(options["output_dir"])
+    other = tiny.write(tmp_path / "other.jsonl", tiny.rows(24, seed=7))
+    name, value = next(iter(changes.items()))
+    for more in ({}, {"data": [str(other)]}):
+        with pytest.raises(
+            ValueError, match=rf"{name}: got {value}.* has done . steps: nothing is left"
+        ):
+            run(parse(options | more))
+        assert contents(options["output_dir"]) == before
+
+
+def test_a_run_cut_behind_its_last_step_is_finished(options):
+    """Without the report there is something left to do: the adapter is written."""
     first = run(parse(options | SAVING)).metrics
-    before = tiny.adapter(options["output_dir"])
+    out = Path(options["output_dir"])
+    before = tiny.adapter(out)
+    for name in ("metrics.json", "adapter_model.safetensors"):
+        (out / name).unlink()
     again = run(parse(options | SAVING)).metrics
     assert again["resumed_from"] == "checkpoint-8"
     assert (again["steps"], again["loss"]) == (8, first["loss"])
-    after = tiny.adapter(options["output_dir"])
+    after = tiny.adapter(out)
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
@@ -107,41 +133,6 @@ def test_a_half_written_checkpoint_is_skipped(options, capsys):
     assert checkpoints.fault(weights.parent) is None  # written anew on the way
 
 
-def test_every_way_a_checkpoint_can_be_half_written(options, tmp_path):
-    options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    run(parse(options))
-    whole = Path(options["output_dir"]) / "checkpoint-1"
-    assert checkpoints.fault(whole) is None
-    assert checkpoints.fault(whole, world_size=2) == "rng_state_0.pth is missing"
-    names = ("adapter_config.json", "adapter_model.safetensors", "optimizer.pt", "scheduler.pt")
-    for name in (*names, "rng_state.pth", "trainer_state.json"):
-        copy = tmp_path / "copy" / "checkpoint-9"
-        shutil.copytree(whole, copy)
-        content = (copy / name).read_bytes()
-        for length in (0, 5, len(content) // 2, len(content) - 1):
-            (copy / name).write_bytes(content[:length])
-            if name == "trainer_state.json" and length == len(content) - 1:
-                continue  # only the line break behind the JSON is gone
-            if name == "adapter_config.json" and json_is_whole(content[:length]):
-                continue
-            assert checkpoints.fault(copy) == f"{name} is cut off", length
-        (copy / name).unlink()
-        assert checkpoints.fault(copy) == f"{name} is missing"
-        assert checkpoints.last_usable(copy.parent) == (
-            None,
-            [f"checkpoint-9: {name} is missing"],
-        )
-        shutil.rmtree(copy.parent)
-
-
-def json_is_whole(content):
-    try:
-        json.loads(content)
-    except ValueError:
-        return False
-    return True
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -149,9 +140,19 @@ def json_is_whole(content):
         ({"lora_alpha": 4}, r"lora_alpha: got 4, but .* has 8"),
         (
             {"target_modules": ["q_proj"]},
-            r"target_modules, layers: .* is trained by .*checkpoint-2 alone",
+            r"target_modules, layers, modules_to_save: .* is trained by .*checkpoint-2 alone",
         ),
-        ({"layers_to_transform": [0]}, r"target_modules, layers: .*layers\.1\..* is trained by "),
+        (
+            {"layers_to_transform": [0]},
+            r"target_modules, layers, modules_to_save: .*layers\.1\..* is trained by ",
+        ),
+        ({"optim": "sgd"}, r"optim: got 'sgd', but .*checkpoint-2 has 'adamw"),
+        ({"lr_scheduler_type": "cosine"}, r"lr_scheduler_type: got 'cosine', but .* has 'linear'"),
+        ({"init_lora_weights": "olora"}, r"init_lora_weights: got 'olora', but .* has 'true'"),
+        (
+            {"modules_to_save": ["lm_head"]},
+            r"modules_to_save.*lm_head.* is trained by this run alone",
+        ),
         ({"resume_from_checkpoint": "false"}, r"resume_from_checkpoint: got false, but .* holds"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -181,6 +182,41 @@ def test_changed_data_are_said(stopped, tmp_path, capsys):
     data = tiny.write(tmp_path / "more.jsonl", tiny.rows(25, seed=5))
     run(parse(stopped | {"data": [str(data)], "max_steps": 3}))
     assert "the training data changed since checkpoint-2" in capsys.readouterr().out
+
+
+def test_changed_settings_are_said(stopped, capsys):
+    run(parse(stopped | {"max_steps": 3, "lora_dropout": 0.2, "init_lora_weights": "gaussian"}))
+    said = capsys.readouterr().out
+    assert "lora_dropout (was 0.1, now 0.2), init_lora_weights (was true, now gaussian)" in said
+    assert "have changed since checkpoint-2: the losses will not be those" in said
+
+
+def test_another_base_does_not_resume(stopped, tmp_path):
+    """Of the same shape, but with one weight changed."""
+    model = tiny.model(259)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(1.5)
+    tiny.tokenizer(chat=True).save_pretrained(tmp_path / "other")
+    model.save_pretrained(tmp_path / "other")
+    with pytest.raises(
+        ValueError, match=r"model: got .*other, but .*checkpoint-2 was trained on other"
+    ):
+        run(parse(stopped | {"max_steps": 4, "model": str(tmp_path / "other")}))
+
+
+def test_no_template_of_another_tokenizer_stays(options):
+    out = Path(options["output_dir"])
+    for directory in (out, out / "checkpoint-1"):
+        directory.mkdir(parents=True)
+        (directory / "chat_template.jinja").write_text("of another")
+    changes = {
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 1,
+        "prompt_template": "plain",
+    }
+    run(parse(options | changes), tokenizer=tiny.tokenizer())
+    assert not list(out.rglob("chat_template.jinja"))
 
 
 def test_a_checkpoint_can_be_named(stopped, tmp_path):

@@ -55,6 +55,14 @@ def test_duplicates_are_found_across_files(tmp_path):
         ('{"messages": [{"role": "boss", "content": "a"}]}', 'message 1 has role "boss", takes system'),
         ('{"messages": [{"role": "user", "content": ["a"]}]}', "content of message 1 must be a string, got list"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "need an assistant turn"),
+        ('{"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}, '
+         '{"role": "assistant", "content": "c"}]}', "message 1 is the assistant's"),
+        ('{"input": "\\ud800", "output": "b"}', "input holds \\ud800, half of a surrogate pair"),
+        ('{"input": "a", "output": "b \\udfff"}', "output holds \\udfff"),
+        ('{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "c"}]}',
+         "message 1 holds \\ud800"),
+        ('{"input": "a", "output": "b", "input": "c"}', "input is given twice"),
+        ('{"messages": [{"role": "user", "role": "user", "content": "a"}]}', "role is given twice"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "need an assistant turn that follows"),
     ],
 )  # fmt: skip
@@ -65,6 +73,26 @@ def test_a_malformed_line_names_file_and_line(tmp_path, line, message):
         read_rows([path])
     assert f"{path}:2: " in str(refusal.value)
     assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("9" * 10_000, "not JSON (Exceeds the limit"),
+        ("[" * 200_000, "nested too deep"),
+        ("[" * 200_000 + "]" * 200_000, "nested too deep"),
+    ],
+    ids=["digits", "open", "closed"],
+)
+def test_what_python_does_not_read_names_file_and_line(value, message):
+    with pytest.raises(ValueError) as refusal:
+        parse_row('{"input": "a", "output": "b", "other": ' + value + "}", "x.jsonl:7")
+    assert str(refusal.value).startswith(f"x.jsonl:7: {message}")
+
+
+def test_other_keys_are_left_alone_even_twice():
+    row = parse_row('{"input": "a", "output": "b", "id": 1, "id": 2}', "x:1")
+    assert row.messages[0]["content"] == "a"
 
 
 def test_bytes_that_are_not_utf8_are_refused(tmp_path):

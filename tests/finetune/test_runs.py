@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 import fastlora
 from fastlora import backend
-from fastlora.finetune import parse, run
+from fastlora.finetune import checkpoints, parse, run
 from tests.finetune import tiny
 
 METRICS = {
@@ -108,10 +108,13 @@ def test_the_adapter_loads_into_the_plain_base(finished, base):
 
 
 def test_two_processes_take_the_steps_of_one(options, tmp_path):
-    """torchrun with gloo: twice 2 rows a step train as 4 rows do, and leave one adapter."""
+    """torchrun: twice 2 rows a step train as 4 rows do, and leave one adapter; a checkpoint is of both."""
     options |= {"max_steps": 3, "lora_dropout": 0.0}
     one = run(parse(options | {"output_dir": str(tmp_path / "one")})).metrics
-    options |= {"ddp_backend": "gloo", "per_device_train_batch_size": 2}
+    options |= {"per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 3}
+    del options[
+        "use_cpu"
+    ]  # where there is nothing else, the processes find each other all the same
     options["lora_r"] = options.pop("r")
     done = subprocess.run(
         [
@@ -138,6 +141,13 @@ def test_two_processes_take_the_steps_of_one(options, tmp_path):
     assert got.keys() == expected.keys()
     for name, value in got.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-4)
+    checkpoint = Path(options["output_dir"]) / "checkpoint-3"
+    assert checkpoints.fault(checkpoint, 2) is None
+    assert {"rng_state_0.pth", "rng_state_1.pth"} <= checkpoints.manifest(checkpoint)[
+        "files"
+    ].keys()
+    with pytest.raises(ValueError, match="was made by 2 processes, this run has 1"):
+        run(parse(tiny.argv(options | {"max_steps": 4})))
 
 
 @pytest.mark.parametrize(

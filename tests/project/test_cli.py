@@ -1,5 +1,6 @@
 """The ``fastlora`` command: exit codes, messages, and that it stays out of the way of imports."""
 
+import io
 import os
 import subprocess
 import sys
@@ -105,3 +106,13 @@ def test_finetune_without_its_packages_names_the_extra() -> None:
 def test_module_runs_as_the_command_does() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"fastlora {fastlora.__version__}\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_doctor_on_a_terminal_that_is_not_utf8(
+    encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    monkeypatch.setattr(sys, "stdout", out)
+    assert cli.main(["doctor"]) == 0
+    assert b"Backends" in out.buffer.getvalue()  # type: ignore[attr-defined]
