@@ -114,7 +114,10 @@ def test_an_option_cut_short_is_not_guessed(options):
         ({"target_modules": ["qq_proj"]}, "target_modules: got 'qq_proj', but the model's layers"),
         ({"modules_to_save": ["lm_heads"]}, "modules_to_save: got 'lm_heads'"),
         ({"eval_fraction": 0.999}, "eval_fraction: got 0.999, which leaves 0 rows to train on"),
-        ({"model": "absent"}, "model: no such directory absent; a model of the hub"),
+        (
+            {"model": "absent"},
+            r"model: cannot load a tokenizer from absent; there is no such directory here",
+        ),
         ({"max_length": 3}, "max_length: got 3, and every row of data is longer"),
         ({"resume_from_checkpoint": "absent"}, "resume_from_checkpoint: absent"),
         ({"resume_from_checkpoint": "true"}, "holds no usable checkpoint"),

@@ -110,7 +110,7 @@ def test_a_terminal_that_is_not_utf8(options, monkeypatch, encoding):
         ({"use_liger_kernel": True}, "use_liger_kernel: got true, which needs pip install"),
         ({"rank_pattern": '{"zz": 3}'}, "rank_pattern: got 'zz', but the model's layers are"),
         ({"alpha_pattern": '{"q_proj(": 3}'}, "alpha_pattern: got 'q_proj(', which is no regular"),
-        ({"model": "nope"}, "model: no such directory nope"),
+        ({"model": "nope"}, "model: cannot load a tokenizer from nope; there is no such directory"),
         ({"max_length": 300}, "longer ("),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
