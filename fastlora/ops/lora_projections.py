@@ -45,28 +45,15 @@ class LoRAProjections(torch.autograd.Function):
         *parameters: Tensor,  # P weights, P biases (or None), P lora_A, P lora_B
     ) -> tuple[Tensor, ...]:
         count = len(scalings)
-        weights, biases = parameters[:count], parameters[count : 2 * count]
-        lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
-        ys, s = _library.implementation(backend).projections_forward(
-            as_rows(x),
-            in_dtype(weights, x.dtype),
-            lora_As,
-            lora_Bs,
-            scalings,
-            in_dtype(biases, x.dtype),
-            dropout_p,
-            seeds,
-        )
+        implementation = _library.implementation(backend)
+        ys, s = _forward(implementation, dropout_p, seeds, scalings, x, parameters)
         needs = ctx.needs_input_grad[5:]
         save_x, save_s = any(needs[2 * count : 3 * count]), any(needs[3 * count :])
         ctx.save_for_backward(
             x if save_x else None,
             s if save_s else None,
             seeds,
-            *weights,
-            *biases,
-            *lora_As,
-            *lora_Bs,
+            *parameters,
         )
         ctx.set_materialize_grads(False)
         ctx.backend, ctx.dropout_p, ctx.scalings = backend, dropout_p, scalings
@@ -108,6 +95,28 @@ class LoRAProjections(torch.autograd.Function):
         return None, None, None, None, dx, *([None] * count), *d_biases, *dAs, *dBs
 
 
+def _forward(
+    implementation: Any,
+    dropout_p: float,
+    seeds: Tensor | None,
+    scalings: Sequence[float],
+    x: Tensor,
+    parameters: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor]:
+    """Outputs [M, N_i] and the stacked S, of parameters ordered as in :class:`LoRAProjections`."""
+    count = len(scalings)
+    return implementation.projections_forward(
+        as_rows(x),
+        in_dtype(parameters[:count], x.dtype),
+        parameters[2 * count : 3 * count],
+        parameters[3 * count :],
+        scalings,
+        in_dtype(parameters[count : 2 * count], x.dtype),
+        dropout_p,
+        seeds,
+    )
+
+
 def _plain(
     dropout_p: float,
     seeds: Tensor | None,
@@ -116,19 +125,7 @@ def _plain(
     *parameters: Tensor,
 ) -> tuple[Tensor, ...]:
     """The operation in plain differentiable ops."""
-    count = len(scalings)
-    weights, biases = parameters[:count], parameters[count : 2 * count]
-    lora_As, lora_Bs = parameters[2 * count : 3 * count], parameters[3 * count :]
-    ys, _ = reference.projections_forward(
-        as_rows(x),
-        in_dtype(weights, x.dtype),
-        lora_As,
-        lora_Bs,
-        scalings,
-        in_dtype(biases, x.dtype),
-        dropout_p,
-        seeds,
-    )
+    ys, _ = _forward(reference, dropout_p, seeds, scalings, x, parameters)
     return tuple(y.reshape(*x.shape[:-1], y.shape[1]) for y in ys)
 
 
