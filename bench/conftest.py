@@ -35,6 +35,7 @@ class Suite:
         self.cases = cases(self.settings)
         self.environment = environment.describe()
         self.outcomes: list[Outcome] = []
+        self.others = environment.OtherWork()
         self.started = time.monotonic()
 
     def run(self, case: Case) -> Outcome:
@@ -56,7 +57,8 @@ class Suite:
         return {
             "schema": results.SCHEMA,
             "settings": self.settings.as_dict(),
-            "environment": self.environment | {"load_at_end": environment.load()},
+            "environment": self.environment
+            | {"load_at_end": environment.load(), "other_work": self.others.share()},
             "seconds": round(time.monotonic() - self.started, 1),
             "rows": [row for outcome in self.outcomes for row in outcome.rows()],
         }

@@ -6,9 +6,11 @@ import importlib.metadata
 import os
 import platform
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 PACKAGES = ("fastlora", "torch", "peft", "transformers", "numpy", "triton", "pytest-benchmark")
@@ -37,6 +39,30 @@ def describe() -> dict[str, Any]:
 def load() -> float | None:
     """Processes running or waiting over the last minute: more than a few spoil a measurement."""
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+
+
+class OtherWork:
+    """How much of the processors other processes took since this was made.
+
+    The load average also counts this run, and what ended before it.
+    """
+
+    def __init__(self) -> None:
+        self.process = psutil.Process()
+        self.started = time.monotonic()
+        self.before = self._others()
+
+    def _others(self) -> float:
+        every, own = psutil.cpu_times(), self.process.cpu_times()
+        idle = every.idle + getattr(every, "iowait", 0.0)
+        # "guest" is in "user" already; a hypervisor's "steal" is somebody else's work as well
+        busy = sum(every) - idle - getattr(every, "guest", 0.0) - getattr(every, "guest_nice", 0.0)
+        return busy - own.user - own.system - own.children_user - own.children_system
+
+    def share(self) -> float:
+        """Of all processors' time, 0 to 1."""
+        spent = (time.monotonic() - self.started) * (os.cpu_count() or 1)
+        return round(max(0.0, self._others() - self.before) / max(spent, 1e-9), 3)
 
 
 def processor() -> str:

@@ -51,9 +51,19 @@ def machine(found: Results) -> str:
     )
 
 
+MOST_OTHER_WORK = 0.05
+
+
 def busy(found: Results) -> str:
     """A warning where other work ran on the machine, "" otherwise: such figures show little."""
     e = found.environment
+    if (share := e.get("other_work")) is not None:  # since it is measured
+        if share <= MOST_OTHER_WORK:
+            return ""
+        return (
+            f"**The machine was busy with other work (other processes took {share:.0%} of the "
+            "processors meanwhile): these figures are no measurement.**"
+        )
     start, end, own = e["load_at_start"], e["load_at_end"], e["threads"]
     if (start is None or start <= 0.5 * e["cores"]) and (end is None or end <= own + 1):
         return ""

@@ -1,11 +1,12 @@
 """Bars, tables, chart and README, out of a file of results that is written by hand."""
 
 import json
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from bench import compare, report, results
+from bench import compare, environment, report, results, tables
 from bench.bars import bars
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -162,6 +163,31 @@ def test_losses_are_published(tmp_path):
     assert "wrong: dx: relative error 0.3" in line and line.endswith("not timed |")
     assert "1 slower (worst 0.80x, linear-576x576-M16-float32-p0.1); 1 wrong and untimed" in text
     assert "missed" in report.summary(found(rows))
+
+
+@pytest.mark.parametrize(("share", "busy"), [(0.0, False), (0.05, False), (0.3, True)])
+def test_other_work_outweighs_the_load(share, busy, tmp_path):
+    """The load average counts what ended before the run; the share does not."""
+    written = planted(GOOD)
+    written["fastlora"]["environment"] |= {"load_at_start": 9.0, "other_work": share}
+    file = tmp_path / "run.json"
+    results.write(file, written)
+    assert ("no measurement" in tables.busy(results.load(file))) == busy
+
+
+def test_other_work_is_that_of_others(monkeypatch):
+    """Of 10 s on 2 processors: 9 s of work, 6 s of it this run's own and its children's."""
+    every = namedtuple("every", "user system idle iowait guest")
+    own = namedtuple("own", "user system children_user children_system")
+    clock, times = [100.0], [every(50.0, 10.0, 30.0, 5.0, 2.0), own(1.0, 1.0, 0.0, 0.0)]
+    monkeypatch.setattr(environment.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(environment.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(environment.psutil, "cpu_times", lambda: times[0])
+    monkeypatch.setattr(environment.psutil.Process, "cpu_times", lambda _: times[1])
+    watch = environment.OtherWork()
+    clock[0] += 10.0
+    times[:] = [every(57.0, 12.0, 41.0, 6.0, 3.0), own(4.0, 2.0, 1.5, 0.5)]
+    assert watch.share() == 0.15
 
 
 @pytest.mark.parametrize(
