@@ -63,8 +63,12 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
         # PEFT, which compares endings, says nothing of a name that no module has
         if not any(known.endswith(name) for known, _ in model.named_modules()):
             raise ValueError(f"modules_to_save: got {name!r}, but the model has no such module")
-    for pattern in ("rank_pattern", "alpha_pattern"):
-        _check_pattern(pattern, parse_pattern(pattern, getattr(arguments, pattern)), model)
+    patterns = {
+        name: parse_pattern(name, getattr(arguments, name))
+        for name in ("rank_pattern", "alpha_pattern")
+    }
+    for name, pattern in patterns.items():
+        _check_pattern(name, pattern, model)
     initial = {"true": True, "false": False}.get(
         arguments.init_lora_weights.lower(), arguments.init_lora_weights.lower()
     )
@@ -83,8 +87,7 @@ def lora_config(arguments: LoraArguments, model: nn.Module) -> Any:
         use_dora=arguments.use_dora,
         lora_bias=arguments.lora_bias,
         init_lora_weights=initial,
-        rank_pattern=parse_pattern("rank_pattern", arguments.rank_pattern),
-        alpha_pattern=parse_pattern("alpha_pattern", arguments.alpha_pattern),
+        **patterns,
     )
 
 

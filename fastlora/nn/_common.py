@@ -16,20 +16,21 @@ def check_rank(r: int) -> None:
         raise ValueError(f"r: got {r}, takes an integer >= 1")
 
 
-def check_dropout(lora_dropout: float) -> None:
-    """Raise unless ``lora_dropout`` is a number in [0, 1)."""
-    if not isinstance(lora_dropout, numbers.Real):
-        raise TypeError(
-            f"lora_dropout: got {type(lora_dropout).__name__}, takes a number in [0, 1)"
-        )
-    if not 0.0 <= lora_dropout < 1.0:
-        raise ValueError(f"lora_dropout: got {lora_dropout}, takes a number in [0, 1)")
-
-
 def check_adapter_dtype(dtype: torch.dtype) -> None:
     """Raise unless ``dtype`` is a floating dtype that the operations take."""
     if dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         raise ValueError(f"adapter_dtype: got {dtype}, takes float32, bfloat16, float16 or float64")
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its class's forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
 
 
 def check_plain(name: str, layer: nn.Module, kind: type[nn.Module]) -> None:
@@ -37,7 +38,7 @@ def check_plain(name: str, layer: nn.Module, kind: type[nn.Module]) -> None:
     if not isinstance(layer, kind):
         raise TypeError(f"{name}: got {type(layer).__name__}, takes torch.nn.{kind.__name__}")
     reason = ""
-    if type(layer).forward is not kind.forward or "forward" in layer.__dict__:
+    if type(layer).forward is not kind.forward:
         reason = "a forward of its own"
     elif parametrize.is_parametrized(layer):
         reason = "a parametrization"
@@ -45,13 +46,8 @@ def check_plain(name: str, layer: nn.Module, kind: type[nn.Module]) -> None:
         reason = "a weight that is not a Parameter (pruned?)"
     elif isinstance(layer.weight, nn.parameter.UninitializedParameter):
         reason = "no shape yet: call it once"
-    elif (
-        layer._forward_hooks
-        or layer._forward_pre_hooks
-        or layer._backward_hooks
-        or layer._backward_pre_hooks
-    ):
-        reason = "a hook"
+    elif hooked(layer):
+        reason = "a hook, or a forward of its own"
     if reason:
         raise TypeError(
             f"{name}: got a {type(layer).__name__} with {reason}, "

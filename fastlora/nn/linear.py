@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from ..backend import check_name
 from ..functional import lora_linear
-from ._common import check_adapter_dtype, check_dropout, check_plain, check_rank, scaling
+from ..ops.checks import check_probability
+from ._common import check_adapter_dtype, check_plain, check_rank, scaling
 
 
 class LoRALinear(nn.Module):
@@ -38,7 +39,7 @@ class LoRALinear(nn.Module):
         backend: str = "auto",
     ) -> None:
         check_rank(r)
-        check_dropout(lora_dropout)
+        check_probability("lora_dropout", lora_dropout)
         check_adapter_dtype(adapter_dtype)
         check_name(backend)
         super().__init__()

@@ -74,6 +74,11 @@ def bias_gradient(dy: Tensor, bias: Tensor) -> Tensor:
     return dy.sum(0, dtype=wide).to(bias.dtype)
 
 
+def intercepted() -> bool:
+    """Whether a dispatch mode (``make_fx``, fake tensors, FLOP counters) is on: it sees no raw pointers."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def transformed() -> bool:
     """Whether a ``torch.func`` transform or forward-mode AD is on, for which the Functions have no rule.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import reference
+from ._common import intercepted
 
 _MODULES = {
     "torch": "fastlora.ops.reference",
@@ -26,10 +27,9 @@ _loaded: dict[str, ModuleType] = {"torch": reference}
 def implementation(backend: str) -> Any:
     """The module whose functions implement the operations: the backend's own, or the custom ops.
 
-    The latter also under a dispatch mode (``make_fx``, fake tensors, FLOP counters), which would not
-    see what a kernel does through a raw pointer.
+    The latter also under a dispatch mode, which would not see what a kernel does by itself.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+    if torch.compiler.is_compiling() or intercepted():
         return _AsCustomOps(backend)
     return _direct(backend)
 

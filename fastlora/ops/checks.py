@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._common import transformed
+from ._common import intercepted, transformed
 
 _FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 _IDS = frozenset({torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8})
@@ -107,7 +107,7 @@ def check_ids(input_ids: Tensor, vocabulary: int) -> None:
     """Refuse ids outside the vocabulary: at once on the CPU, by a device-side assertion elsewhere."""
     if torch.compiler.is_compiling() or input_ids.numel() == 0 or input_ids.is_meta:
         return
-    if torch._C._len_torch_dispatch_stack() > 0 or transformed():
+    if intercepted() or transformed():
         return  # no values to look at
     if input_ids.device.type == "cpu":
         low, high = (int(bound) for bound in input_ids.aminmax())
@@ -172,6 +172,13 @@ def check_devices(reference: Tensor, tensors: Sequence[tuple[str, Tensor]]) -> N
             )
 
 
+def check_probability(name: str, p: float) -> None:
+    if not isinstance(p, numbers.Real):
+        raise TypeError(f"{name}: got {type(p).__name__}, takes a number in [0, 1)")
+    if not 0.0 <= p < 1.0:
+        raise ValueError(f"{name}: got {p}, takes a number in [0, 1)")
+
+
 def check_dropout(
     dropout_p: float, training: bool, generator: torch.Generator | None = None
 ) -> float:
@@ -182,8 +189,5 @@ def check_dropout(
         raise TypeError(
             f"generator: got {type(generator).__name__}, takes a torch.Generator or None"
         )
-    if not isinstance(dropout_p, numbers.Real):
-        raise TypeError(f"dropout_p: got {type(dropout_p).__name__}, takes a number in [0, 1)")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: got {dropout_p}, takes a number in [0, 1)")
+    check_probability("dropout_p", dropout_p)
     return float(dropout_p) if training else 0.0

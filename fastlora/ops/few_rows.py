@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from .. import backend as _backend
 from . import dropout
-from ._common import WIDEN_ROWS, autocast_enabled, has_fast_gemm, transformed
+from ._common import WIDEN_ROWS, autocast_enabled, has_fast_gemm, intercepted, transformed
 
 LIMIT = 128
 LIMIT_WITH_DROPOUT = 16
@@ -41,7 +41,7 @@ def few(x: Tensor, weight: Tensor, dropout_p: float, backend: str) -> bool:
         return True
     if not on_cpu or dtype == torch.float64 or _native() is None:
         return dropout_p == 0.0
-    if dropout_p > 0.0 and (torch._C._len_torch_dispatch_stack() > 0 or transformed()):
+    if dropout_p > 0.0 and (intercepted() or transformed()):
         return False  # the mask is written through a raw pointer
     return has_fast_gemm(dtype) or x.numel() < WIDEN_ROWS * x.shape[-1]
 

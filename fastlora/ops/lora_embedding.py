@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from . import _library
+from . import _library, reference
 from ._common import (
     as_rows,
     differentiable_backward,
@@ -76,10 +75,7 @@ def _plain(
     lora_B: Tensor,
 ) -> tuple[Tensor]:
     """The operation in plain differentiable ops."""
-    wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-    s = F.embedding(input_ids, lora_A.T.to(wide), padding_idx)
-    y = F.embedding(input_ids, weight).to(wide) + scale * (s @ lora_B.to(wide).T)
-    return (y.to(weight.dtype),)
+    return (reference.embedding_forward(input_ids, weight, lora_A, lora_B, scale, padding_idx),)
 
 
 def lora_embedding(

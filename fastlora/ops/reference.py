@@ -130,10 +130,11 @@ def embedding_forward(
     lora_A: Tensor,  # [r, V]
     lora_B: Tensor,  # [D, r]
     scale: float,
+    padding_idx: int | None = None,
 ) -> Tensor:
-    """W[ids] + scale * (Aᵀ)[ids] Bᵀ, [M, D] in W's dtype."""
+    """W[ids] + scale * (Aᵀ)[ids] Bᵀ, [M, D] in W's dtype; by autograd, none for A's padding row."""
     wide = _wide(weight.dtype)
-    s = lora_A.T[input_ids].to(wide)
+    s = F.embedding(input_ids, lora_A.T, padding_idx).to(wide)
     y = F.embedding(input_ids, weight).to(wide) + scale * (s @ lora_B.to(wide).T)
     return y.to(weight.dtype)
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from transformers import activations
 
 from .. import functional
+from ..nn._common import hooked
 from ..ops import few_rows
-from .layers import _DENSE, FusedLoraLinear, LinearTerms, hooked, linear_terms
+from .layers import _DENSE, FusedLoraLinear, LinearTerms, linear_terms
 from .scope import Scope, joins
 from .source import GatedMLP, gated_mlp, shared_inputs
 

@@ -23,6 +23,7 @@ from torch.nn.parameter import Parameter
 from transformers.pytorch_utils import Conv1D
 
 from .. import functional
+from ..nn._common import hooked
 from ..ops import few_rows
 from .merging import Merged, MergesExactly
 from .source import embedding_is_scaled
@@ -70,17 +71,6 @@ class LinearTerms(NamedTuple):
     scaling: float
     bias: Tensor | None  # [N], with a trained lora_bias already in it
     dropout_p: float  # 0 when dropout is not training
-
-
-def hooked(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its class's forward."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
-    )
 
 
 def globally_hooked() -> bool:
