@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .launch import capability, ceil_div, precision, processors
+from .launch import INTERPRETED, capability, ceil_div, precision, processors
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,17 @@ class Tile:
     stages: int
 
 
-INTERPRETED = (0, 0)
+# Programs of a shrink a multiprocessor should find: two resident ones hide each other's latency, the rest evens out
+# the tail.
+SHRINK_WAVES = 4
 
-# Programs a multiprocessor should find: two resident ones hide each other's latency, the rest evens out the tail.
-WAVES = 4
+# A strip of rows costs a partial sum of dB (or dA) that is written and read once more. Below all of the processors a
+# streaming pass already saturates memory: 3/4 of them need 50 GB/s each on an H200, half of what one can take.
+GRAD_DY_FILL = 0.75
+X_PASS_WAVES, X_PASS_WAVES_DROPOUT = (
+    1,
+    2,
+)  # under masks the pass is bound by Philox, and wants the warps
 
 # Tile rows that walk N together: 8 * 128 rows of X and 8 tiles of W are 4 MiB at K = 4096, well inside any L2.
 GROUP_M = 8
@@ -49,6 +56,8 @@ GEMM = {
     "half_90_wide": Tile(128, 256, 64, 8, 3),
     # Where 128 x 256 leaves processors idle, and everywhere on sm_80, where 128 x 256 spills: 64 registers a thread.
     "half_square": Tile(128, 128, 64, 8, 3),
+    # Updates of several projections, each under its own mask, are a second tile beside the accumulator: half of it.
+    "half_masks": Tile(64, 128, 64, 8, 3),
     # Up to 64 tokens: one warp group's row of tiles, narrow in N so that more processors read W.
     "half_64": Tile(64, 64, 128, 4, 3),
     # A few tokens (decoding): W is read once, and that is all the time there is. 16 rows are the least `tl.dot` takes.
@@ -66,28 +75,51 @@ GEMM = {
 }
 
 
-def gemm(dtype: torch.dtype, device: torch.device, M: int, N: int, vectors: bool) -> Tile:
-    """Tile of the GEMM whose output is [M, N]."""
+def gemm(
+    dtype: torch.dtype, device: torch.device, M: int, N: int, vectors: bool, masks: int
+) -> tuple[str, ...]:
+    """Names in GEMM that may serve an output [M, N], the likeliest first.
+
+    masks: how many of dropout's masks the accumulator starts under: their words leave no room for the widest tile.
+    """
     part = capability(device)
     if part == INTERPRETED:
-        return GEMM["interpreted"]
+        return ("interpreted",)
     if dtype == torch.float32:
         kind = precision(dtype)
-        return GEMM[kind if M > 16 else f"{kind}_16"]
+        return (kind, f"{kind}_16") if M > 16 else (f"{kind}_16", kind)
     if not vectors:
-        return GEMM["half_odd"]
+        return ("half_odd",)
     if M <= 16:
-        return GEMM["half_16"]
+        return "half_16", "half_64"
     if M <= 64:
-        return GEMM["half_64"]
-    if part >= (9, 0) and ceil_div(M, 128) * ceil_div(N, 256) >= processors(device):
-        return GEMM["half_90_wide"]
-    return GEMM["half_square"]
+        return "half_64", "half_square"
+    if masks > 1:
+        return "half_masks", "half_64"
+    if part >= (9, 0) and not masks:
+        wide = ceil_div(M, 128) * ceil_div(N, 256) >= processors(device)
+        return ("half_90_wide", "half_square") if wide else ("half_square", "half_90_wide")
+    return "half_square", "half_64"
 
 
 def gemm_ranks(device: torch.device) -> int:
     """Ranks a step of the GEMM's low-rank update."""
     return 64 if capability(device) == INTERPRETED else GEMM_RANKS
+
+
+# k bounds the ranks of a step. Memory bound: a program reads and writes 128 contiguous elements of 32 rows at once.
+EXPAND = {
+    "half": Tile(32, 128, 64, 4, 1),
+    "fp32": Tile(32, 64, 32, 4, 1),
+    "interpreted": Tile(64, 128, 64, 4, 1),
+}
+
+
+def expand(dtype: torch.dtype, device: torch.device) -> Tile:
+    """Tile of the in-place expand."""
+    if capability(device) == INTERPRETED:
+        return EXPAND["interpreted"]
+    return EXPAND["fp32" if dtype == torch.float32 else "half"]
 
 
 # n bounds the ranks of one program; wider stacks run as more programs.
@@ -159,6 +191,9 @@ X_PASS = {
     # Mask, Philox words, low-rank product and its sum are four tiles of [m, k] in registers: 64 x 128 spills.
     "half_90_dropout": Tile(64, 64, 64, 8, 2),
     "half_80_dropout": Tile(32, 64, 64, 8, 2),  # and so does 64 x 64 without wgmma
+    # Beside a library's GEMM the update of dX and its A are two more tiles.
+    "half_90_update": Tile(64, 64, 64, 8, 2),
+    "half_80_update": Tile(64, 64, 32, 8, 2),
     "half_odd": Tile(32, 64, 64, 8, 2),
     "fp32": Tile(32, 64, 64, 8, 2),
     "fp32_dropout": Tile(
@@ -168,8 +203,10 @@ X_PASS = {
 }
 
 
-def x_pass(dtype: torch.dtype, device: torch.device, dropout: bool, vectors: bool) -> Tile:
-    """Tile of the X pass of the backward."""
+def x_pass(
+    dtype: torch.dtype, device: torch.device, dropout: bool, update: bool, vectors: bool
+) -> Tile:
+    """Tile of the X pass of the backward; update: it updates dX too."""
     part = capability(device)
     if part == INTERPRETED:
         return X_PASS["interpreted"]
@@ -177,7 +214,8 @@ def x_pass(dtype: torch.dtype, device: torch.device, dropout: bool, vectors: boo
         return X_PASS["fp32_dropout" if dropout else "fp32"]
     if not vectors:
         return X_PASS["half_odd"]
-    return X_PASS[f"half_{90 if part >= (9, 0) else 80}{'_dropout' if dropout else ''}"]
+    kind = "_dropout" if dropout else "_update" if update else ""
+    return X_PASS[f"half_{90 if part >= (9, 0) else 80}{kind}"]
 
 
 # k bounds the ranks of one step.

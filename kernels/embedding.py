@@ -17,6 +17,7 @@ from . import config
 from .grad_dy import grad_dy
 from .launch import ceil_div, check_dtype, launch, pad_rank, precision, row_major
 from .numeric import cast, dot, widen
+from .reduce import Sum, reduce_sums
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -101,8 +102,10 @@ def embedding_backward(
     ids = input_ids.to(torch.int64)
     e = lora_A.index_select(1, ids).t().to(torch.float32)  # [M, r]
     de = torch.empty(ids.shape[0], rank, dtype=torch.float32, device=dy.device)
-    db = grad_dy(dy, e, lora_B, scale, de, need_dB=True)
+    sums: list[Sum] = []
+    db = grad_dy(dy, e, lora_B, scale, de, True, sums)
     assert db is not None
+    reduce_sums(sums)
     pad = -1 if padding_idx is None else padding_idx % V
     da = torch.ops.aten.embedding_dense_backward(de, ids, V, pad, False)  # [V, r]
     return da.t().to(lora_A.dtype).contiguous(), db

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 
+INTERPRETED = (0, 0)  # the interpreter's "capability"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,11 +78,16 @@ def _cuda_processors(index: int | None) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
+def assumed() -> bool:
+    """Whether launches are recorded, for a GPU that is only assumed."""
+    return bool(_assumed)
+
+
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of `device`; (0, 0) stands for the interpreter."""
+    """Compute capability of `device`; (0, 0), INTERPRETED, stands for the interpreter."""
     if _assumed:
         return _assumed[-1]
-    return _cuda_capability(device.index) if device.type == "cuda" else (0, 0)
+    return _cuda_capability(device.index) if device.type == "cuda" else INTERPRETED
 
 
 def processors(device: torch.device) -> int:

@@ -1,6 +1,11 @@
-"""Second stage of every split reduction: out = scale * sum_p partial[p], p ascending, so that bits repeat."""
+"""Second stage of every split reduction: out = scale * sum_p partial[p], p ascending, so that bits repeat.
+
+One launch serves all the sums that are ready at the same time.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -11,32 +16,51 @@ from .launch import ceil_div, launch
 from .numeric import cast
 
 
-@triton.jit(do_not_specialize=["parts", "rows"])
+class Sum(NamedTuple):
+    """A reduction that is due: out [rows, columns] = scale * partial [parts, rows, columns] (fp32), over parts."""
+
+    partial: torch.Tensor
+    out: torch.Tensor
+    scale: float
+
+
+@triton.jit(do_not_specialize=["parts", "rows", "first"])
 def _reduce_kernel(
-    partial, out, parts, rows, columns, part_stride, ld_partial, ld_out, scale, BLOCK: tl.constexpr
+    partial, out, parts, rows, columns, part_stride, ld_partial, ld_out, scale, first, BLOCK: tl.constexpr
 ):  # fmt: skip
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
-    row = index // columns
-    column = index % columns
-    inside = row < rows
-    pointers = partial + row * ld_partial + column
-    step = tl.cast(part_stride, tl.int64)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for _ in range(parts):
-        total += tl.load(pointers, mask=inside, other=0.0)
-        pointers += step
-    total *= tl.cast(scale, tl.float32)
-    tl.store(out + row * ld_out + column, cast(total, out.dtype.element_ty), mask=inside)
+    pid = tl.program_id(0)
+    for i in tl.static_range(len(partial)):
+        if (pid >= first[i]) & (pid < first[i + 1]):
+            index = (pid - first[i]).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)  # [BLOCK]
+            row = index // columns[i]
+            column = index % columns[i]
+            inside = row < rows[i]
+            pointers = partial[i] + row * ld_partial[i] + column
+            step = tl.cast(part_stride[i], tl.int64)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for _ in range(parts[i]):
+                total += tl.load(pointers, mask=inside, other=0.0)
+                pointers += step
+            total *= tl.cast(scale[i], tl.float32)
+            total = cast(total, out[i].dtype.element_ty)
+            tl.store(out[i] + row * ld_out[i] + column, total, mask=inside)
 
 
-def reduce_parts(partial: torch.Tensor, out: torch.Tensor, scale: float = 1.0) -> None:
-    """out[rows, columns] (any float dtype) = scale * partial[parts, rows, columns] (fp32) summed over parts."""
-    parts, rows, columns = partial.shape
-    if out.numel() == 0:
+def reduce_sums(sums: list[Sum]) -> None:
+    """Carry out every sum of the list."""
+    sums = [s for s in sums if s.out.numel()]
+    if not sums:
         return
+    first = [0]
+    for s in sums:
+        first.append(first[-1] + ceil_div(s.out.numel(), config.REDUCE_BLOCK))
     arguments = dict(
-        partial=partial, out=out, parts=parts, rows=rows, columns=columns, part_stride=partial.stride(0),
-        ld_partial=partial.stride(1), ld_out=out.stride(0), scale=float(scale), BLOCK=config.REDUCE_BLOCK,
+        partial=tuple(s.partial for s in sums), out=tuple(s.out for s in sums),
+        parts=tuple(s.partial.shape[0] for s in sums), rows=tuple(s.out.shape[0] for s in sums),
+        columns=tuple(s.out.shape[1] for s in sums), part_stride=tuple(s.partial.stride(0) for s in sums),
+        ld_partial=tuple(s.partial.stride(1) for s in sums), ld_out=tuple(s.out.stride(0) for s in sums),
+        scale=tuple(float(s.scale) for s in sums), first=tuple(first), BLOCK=config.REDUCE_BLOCK,
     )  # fmt: skip
-    grid = (ceil_div(rows * columns, config.REDUCE_BLOCK),)
-    launch(_reduce_kernel, grid, arguments, out.device, num_warps=config.REDUCE_WARPS)
+    launch(
+        _reduce_kernel, (first[-1],), arguments, sums[0].out.device, num_warps=config.REDUCE_WARPS
+    )

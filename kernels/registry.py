@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from . import glu, projections
+from .dispatch import forcing
 from .dropout import philox_mask
 from .embedding import embedding_forward
 from .launch import Launch, recording
@@ -31,16 +32,27 @@ MATRIX = {
     "_grad_dy_kernel",
     "_x_pass_kernel",
     "_embedding_kernel",
+    "_expand_kernel",
 }
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A named launcher call; `tensor_cores` says whether its matrix kernels should use them."""
+    """A named launcher call; `tensor_cores` says whether its matrix kernels should use them.
+
+    candidate: the one of dispatch.OPERATIONS that is to make the launches, whatever the part would choose.
+    """
 
     name: str
     call: Callable[[], object]
     tensor_cores: bool = False
+    candidate: str = "fused"
+
+    def launches(self, capability: tuple[int, int]) -> list[Launch]:
+        """What the call launches on a GPU of this capability."""
+        with recording(capability) as found, forcing(self.candidate):
+            self.call()
+        return found
 
 
 @dataclass(frozen=True)
@@ -125,15 +137,20 @@ def entries(thorough: bool = False) -> list[Entry]:
     out: list[Entry] = []
 
     def add(
-        name: str, call: Callable[..., object], *args: Any, cores: bool = False, **kwargs: Any
+        name: str,
+        call: Callable[..., object],
+        *args: Any,
+        cores: bool = False,
+        candidate: str = "fused",
+        **kwargs: Any,
     ) -> None:
-        out.append(Entry(name, partial(call, *args, **kwargs), cores))
+        out.append(Entry(name, partial(call, *args, **kwargs), cores, candidate))
 
     bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
     layer = (8192, 4096, (4096,))
     qkv = (8192, 4096, (4096, 1024, 1024))
     odd = (4097, 4095, (4097,))  # no vector loads, every mask
-    alone = dict(
+    alone: dict[str, Any] = dict(
         need_dx=False, need_dA=False, need_dB=False
     )  # of a backward's sums, all but one frozen
     add("qkv bf16 r=16", _projections, *qkv, (16,) * 3, bf16, 0.0, cores=True)
@@ -171,6 +188,12 @@ def entries(thorough: bool = False) -> list[Entry]:
         cores=True,
         **(alone | {"need_dA": True}),
     )
+    beside: dict[str, Any] = dict(candidate="library")
+    add("beside a library bf16 r=64", _projections, *layer, (64,), bf16, 0.0, cores=True, **beside)
+    add(
+        "beside a library qkv p=0.1", _projections, *qkv, (16,) * 3, bf16, 0.1, cores=True, **beside
+    )
+    add("beside a library fp32 r=64 p=0.1", _projections, *layer, (64,), fp32, 0.1, **beside)
     add("embedding bf16 r=64", _embedding, bf16, 64, cores=True)
     add("embedding fp32 r=64", _embedding, fp32, 64)
     for activation, dtype in {"silu": bf16, "gelu": fp16, "gelu_tanh": fp32}.items():
@@ -284,9 +307,7 @@ def compilations(capability: tuple[int, int], thorough: bool = False) -> Iterato
     seen: set[str] = set()
     names: dict[str, int] = {}
     for entry in entries(thorough):
-        with recording(capability) as launches:
-            entry.call()
-        for launch in launches:
+        for launch in entry.launches(capability):
             signature, constexprs, attrs = _describe(launch)
             kernel = launch.kernel.__name__
             key = (

@@ -29,7 +29,7 @@ from .launch import (
     stack_rows,
 )
 from .numeric import split_dot, widen
-from .reduce import reduce_parts
+from .reduce import Sum, reduce_sums
 
 
 @triton.jit(do_not_specialize=["M", "threshold", "split_stride", "split_tiles"])
@@ -98,16 +98,16 @@ def thin_product(
     projections: int = 1,
     dropout_p: float = 0.0,
     seeds: torch.Tensor | None = None,
-) -> None:
-    """out = scale * x A^T, x streamed once: x [M, K], A [projections * r, K] row-major or a transposed view.
+) -> torch.Tensor:
+    """Parts [P, M, projections * r] fp32 whose sum is scale * x A^T, x streamed once.
 
-    out [M, projections * r] fp32 with unit-stride rows; with dropout projection i has mask i of x.
+    x [M, K], A [projections * r, K] row-major or a transposed view; with dropout projection i has mask i of x. One
+    part is `out` itself, fp32 with unit-stride rows; of more, the sum into `out` is still due.
     """
     x = row_major(x)
     M, K = x.shape
     if out.numel() == 0 or K == 0:
-        out.zero_()
-        return
+        return out.zero_()[None]
     a, ld_a, a_trans = matrix_layout(a)
     rank = out.shape[1] // projections
     dropout = dropout_p > 0.0
@@ -117,9 +117,9 @@ def thin_product(
     groups = projections * chunks
     programs = ceil_div(M, tile.m) * groups
 
-    # Rows alone may not fill the device: K is then split, and a second kernel adds the parts in order.
+    # Rows alone may not fill the device: K is then split.
     k_tiles = ceil_div(K, tile.k)
-    splits = max(1, min(k_tiles // 4, config.WAVES * processors(x.device) // programs, 64))
+    splits = max(1, min(k_tiles // 4, config.SHRINK_WAVES * processors(x.device) // programs, 64))
     split_tiles = ceil_div(k_tiles, splits)
     splits = ceil_div(k_tiles, split_tiles)
     parts = out[None]
@@ -134,23 +134,28 @@ def thin_product(
     )  # fmt: skip
     grid = (programs, splits)
     launch(_shrink_kernel, grid, arguments, x.device, num_warps=tile.warps, num_stages=tile.stages)
-    if splits > 1:
-        reduce_parts(parts, out)
+    return parts
 
 
 def shrink(
     x: torch.Tensor, lora_As: list[torch.Tensor], dropout_p: float, seeds: torch.Tensor | None
-) -> torch.Tensor:
-    """S [M, R] fp32 of x [M, K] and lora_As [r_i, K] (any float dtype); seeds int64 [P] when dropout_p > 0."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(S [M, R] fp32, its parts [P, M, R]) of x [M, K] and lora_As [r_i, K] (any float dtype).
+
+    One part is S itself; of more, their sum into S is still due. seeds int64 [P] when dropout_p > 0.
+    """
     ranks = [a.shape[0] for a in lora_As]
+    rank = max(ranks)
+    padded = dropout_p > 0.0 and min(ranks) < rank  # each projection's mask meets as many rows
+    columns = rank * len(ranks) if padded else sum(ranks)
+    s = torch.empty(x.shape[0], columns, dtype=torch.float32, device=x.device)
     if dropout_p == 0.0:
-        s = torch.empty(x.shape[0], sum(ranks), dtype=torch.float32, device=x.device)
-        thin_product(x, stack_rows(lora_As), s)
-        return s
-    rank = max(ranks)  # unequal ranks are padded to the largest
-    s = torch.empty(x.shape[0], rank * len(ranks), dtype=torch.float32, device=x.device)
-    a = stack_rows(lora_As, rank)
-    thin_product(x, a, s, 1.0 / (1.0 - dropout_p), len(ranks), dropout_p, seeds)
-    if s.shape[1] != sum(ranks):
+        return s, thin_product(x, stack_rows(lora_As), s)
+    scale = 1.0 / (1.0 - dropout_p)
+    parts = thin_product(x, stack_rows(lora_As, rank), s, scale, len(ranks), dropout_p, seeds)
+    if padded:
+        if parts.shape[0] > 1:
+            reduce_sums([Sum(parts, s, 1.0)])
         s = torch.cat([s[:, i * rank : i * rank + r] for i, r in enumerate(ranks)], dim=1)
-    return s
+        parts = s[None]
+    return s, parts

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from fastlora.kernels import config, registry
-from fastlora.kernels.launch import recording
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED_LIMIT = {
@@ -75,9 +74,7 @@ def test_every_tile_is_registered():
     used = set()
     for part in ((8, 0), (9, 0)):
         for entry in registry.entries():
-            with recording(part) as launches:
-                entry.call()
-            for launch in launches:
+            for launch in entry.launches(part):
                 sizes = {n: v for n, v in launch.arguments.items() if n.startswith("BLOCK")}
                 used.add(
                     (
@@ -93,6 +90,7 @@ def test_every_tile_is_registered():
         "_gemm_kernel": (config.GEMM, lambda t: (t.n, t.k)),
         "_shrink_kernel": (config.SHRINK, lambda t: (t.k, t.k)),
         "_grad_dy_kernel": (config.GRAD_DY, lambda t: (t.n, None)),
+        "_expand_kernel": (config.EXPAND, lambda t: (t.n, None)),
         "_x_pass_kernel": (config.X_PASS, lambda t: (t.k, t.k)),
         "_embedding_kernel": (config.EMBEDDING, lambda t: (t.n, None)),
     }

@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
-from fastlora.kernels import config, grad_dy, grad_x, linear, reduce
+from fastlora.kernels import config, dispatch, expand, grad_dy, grad_x, linear, reduce
 from fastlora.kernels.projections import projections_forward
+from fastlora.kernels.reduce import Sum
 from fastlora.ops.dropout import dropout, keep_mask
 from tests.helpers import relative_error
 
@@ -195,7 +196,9 @@ def test_grad_dy_tiles(tile, monkeypatch):
     for rank in (9, 70):  # one pass for both sums, and a pass for each
         dy, s, b = torch.randn(M, N), torch.randn(M, rank), torch.randn(N, rank)
         ds = torch.empty_like(s)
-        db = grad_dy.grad_dy(dy, s, b, 0.5, ds, True)
+        sums = []
+        db = grad_dy.grad_dy(dy, s, b, 0.5, ds, True, sums)
+        reduce.reduce_sums(sums)
         assert relative_error(ds, 0.5 * dy.double() @ b.double()) < 1e-6
         assert relative_error(db, 0.5 * dy.double().t() @ s.double()) < 1e-6
 
@@ -207,19 +210,45 @@ def test_x_pass_tiles(tile, dropout_p, monkeypatch):
     monkeypatch.setitem(config.X_PASS, "interpreted", tile)
     M, K = tile.m + 3, tile.k + 3
     x, seeds = torch.randn(M, K), torch.tensor([3, -4])
-    for ranks in ((9, 9), (70, 5)):
-        As = [torch.randn(r, K) for r in ranks]
-        ds = torch.randn(M, sum(ranks))
-        dx = torch.randn(M, K) if dropout_p else None
-        base = dx.double() if dropout_p else None
-        das = grad_x.x_pass(x, ds, As, dropout_p, seeds, dx, [True, True])
-        for seed, ds_i, a, da in zip(seeds, ds.split(ranks, 1), As, das, strict=True):
+    for ranks, update in (((9, 9), True), ((70, 70), True), ((9, 9, 9), False), ((70, 70), False)):
+        rank, columns = ranks[0], sum(ranks)
+        As = [torch.randn(rank, K) for _ in ranks]
+        ds = torch.randn(M, columns)
+        dx = torch.randn(M, K) if update else None
+        base = dx.double() if update else None
+        das = grad_x.x_pass(x, ds, As, rank, dropout_p, seeds, dx, [True] * len(As))
+        for seed, ds_i, a, da in zip(seeds, ds.split(ranks, 1), As, das, strict=False):
             keep = keep_mask(seed, M, K, dropout_p) / (1 - dropout_p)
             assert relative_error(da, ds_i.double().t() @ (x * keep.double())) < 1e-6
             if base is not None:
                 base += keep.double() * (ds_i.double() @ a.double())
         if base is not None:
             assert relative_error(dx, base) < 1e-6
+
+
+@pytest.mark.parametrize("tile", _tiles(config.EXPAND))
+def test_expand_tiles(tile, monkeypatch):
+    """In place, of a Y with longer rows, with S in three parts and in one."""
+    monkeypatch.setitem(config.EXPAND, "interpreted", tile)
+    M, N = tile.m + 3, tile.n + 3
+    for rank, count in ((9, 3), (70, 1)):
+        y, b = torch.randn(M, N + 5)[:, :N], torch.randn(N, rank)
+        parts, s = torch.randn(count, M, rank), torch.full((M, rank), float("nan"))
+        expected = y.double() + 0.5 * parts.double().sum(0) @ b.double().t()
+        expand.expand(y, parts, b, 0.5, s if count > 1 else parts[0])
+        assert relative_error(y, expected) < 1e-6
+        if count > 1:
+            assert relative_error(s, parts.double().sum(0)) < 1e-6
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+@pytest.mark.parametrize("candidate", ["library", "unfused"])
+def test_other_candidates(candidate, dtype, dropout_p):
+    """The same results as the fused one's, within the same bars; fp32 factors beside half-precision activations too."""
+    with dispatch.forcing(candidate):
+        check(case(35, 70, (65, 20), (8, 4), dtype, dropout_p, adapter_dtype=dtype))
+        check(case(7, 2100, (9,), (3,), dtype, dropout_p, adapter_dtype=torch.float32))
 
 
 def test_gemm_sums_several_products():
@@ -235,8 +264,10 @@ def test_reduction_order_is_the_parts_order():
     """1e8 + 1 - 1e8 in fp32, part by part, is 0; any other order gives 1."""
     partial = torch.tensor([1e8, 1.0, -1e8]).view(3, 1, 1)
     out = torch.empty(1, 1)
-    reduce.reduce_parts(partial, out, scale=3.0)
+    other = torch.empty(2, 3)
+    reduce.reduce_sums([Sum(partial, out, 3.0), Sum(torch.ones(4, 2, 3), other, 0.5)])
     assert out.item() == 0.0
+    assert torch.equal(other, torch.full((2, 3), 2.0))
 
 
 def test_dtype_is_checked():
