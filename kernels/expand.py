@@ -16,13 +16,12 @@ from .launch import ceil_div, launch, pad_rank, precision, row_major
 from .numeric import cast, split_left_dot, widen
 
 
-@triton.jit(do_not_specialize=["M", "parts"])
-def _expand_kernel(
-    y, parts_s, s, b, M, N, rank, parts, part_stride, ld_part, ld_s, ld_b, ld_y, scale,
+@triton.jit
+def _expand_tile(
+    pid, y, parts_s, s, b, M, N, rank, parts, part_stride, ld_part, ld_s, ld_b, ld_y, scale,
     STORE_S: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    pid = tl.program_id(0)
     n_tiles = tl.cdiv(N, BLOCK_N)
     pid_n = pid % n_tiles
     rows = (pid // n_tiles).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -49,21 +48,56 @@ def _expand_kernel(
     tl.store(y_pointers, cast(acc, y.dtype.element_ty), mask=inside)
 
 
+@triton.jit(do_not_specialize=["M", "parts", "first"])
+def _expand_kernel(
+    ys, parts_s, ss, bs, M, Ns, ranks, first, parts, part_stride, ld_part, ld_s, ld_bs, ld_ys, scales,
+    STORE_S: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    for i in tl.static_range(len(ys)):
+        if (pid >= first[i]) & (pid < first[i + 1]):
+            _expand_tile(
+                pid - first[i], ys[i], parts_s[i], ss[i], bs[i], M, Ns[i], ranks[i], parts, part_stride, ld_part,
+                ld_s, ld_bs[i], ld_ys[i], scales[i], STORE_S, PRECISION, BLOCK_M, BLOCK_N, BLOCK_R,
+            )  # fmt: skip
+
+
 def expand(
-    y: torch.Tensor, parts: torch.Tensor, lora_B: torch.Tensor, scaling: float, s: torch.Tensor
+    ys: list[torch.Tensor],
+    parts: list[torch.Tensor],
+    lora_Bs: list[torch.Tensor],
+    scalings: list[float],
+    ss: list[torch.Tensor],
 ) -> None:
-    """y [M, N] += scaling * S lora_B^T in place; S = s [M, r] fp32, first summed from parts [P, M, r] if P > 1."""
-    if y.numel() == 0:
+    """ys[i] [M, N_i] += scalings[i] * S_i lora_Bs[i]^T in place, of all i in one launch.
+
+    S_i = ss[i] [M, r_i] fp32, first summed from parts[i] [P, M, r_i] if P > 1: columns of one S and of its parts.
+    """
+    M = ys[0].shape[0]
+    if M == 0:
         return
-    M, N = y.shape
-    rank = lora_B.shape[1]
-    lora_B = row_major(lora_B)
-    tile = config.expand(y.dtype, y.device)
+    tile = config.expand(ys[0].dtype, ys[0].device)
+    lora_Bs = [row_major(b) for b in lora_Bs]
+    first = [0]
+    for y in ys:
+        first.append(first[-1] + ceil_div(M, tile.m) * ceil_div(y.shape[1], tile.n))
+    if first[-1] == 0:
+        return
+    rank = max(b.shape[1] for b in lora_Bs)
     arguments = dict(
-        y=y, parts_s=parts, s=s, b=lora_B, M=M, N=N, rank=rank, parts=parts.shape[0], part_stride=parts.stride(0),
-        ld_part=parts.stride(1), ld_s=s.stride(0), ld_b=lora_B.stride(0), ld_y=y.stride(0), scale=float(scaling),
-        STORE_S=parts.shape[0] > 1, PRECISION=precision(y.dtype), BLOCK_M=tile.m, BLOCK_N=tile.n,
-        BLOCK_R=min(pad_rank(rank), tile.k),
+        ys=tuple(ys), parts_s=tuple(parts), ss=tuple(ss), bs=tuple(lora_Bs), M=M, Ns=tuple(y.shape[1] for y in ys),
+        ranks=tuple(b.shape[1] for b in lora_Bs), first=tuple(first), parts=parts[0].shape[0],
+        part_stride=parts[0].stride(0), ld_part=parts[0].stride(1), ld_s=ss[0].stride(0),
+        ld_bs=tuple(b.stride(0) for b in lora_Bs), ld_ys=tuple(y.stride(0) for y in ys),
+        scales=tuple(float(s) for s in scalings), STORE_S=parts[0].shape[0] > 1, PRECISION=precision(ys[0].dtype),
+        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_R=min(pad_rank(rank), tile.k),
     )  # fmt: skip
-    grid = (ceil_div(M, tile.m) * ceil_div(N, tile.n),)
-    launch(_expand_kernel, grid, arguments, y.device, num_warps=tile.warps, num_stages=tile.stages)
+    launch(
+        _expand_kernel,
+        (first[-1],),
+        arguments,
+        ys[0].device,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

@@ -70,17 +70,19 @@ def _forward(
     s, parts = shrink(x, list(lora_As), dropout_p, seeds)
     if parts.shape[0] > 1 and not library:  # expand sums them on its way
         reduce_sums([Sum(parts, s, 1.0)])
-    ys, offset = [], 0
-    for i, (w, b) in enumerate(zip(weights, lora_Bs, strict=True)):
-        columns = slice(offset, offset + b.shape[1])
-        offset = columns.stop
-        bias = None if biases is None else biases[i]
-        if library:
-            y = F.linear(x, w, bias)
-            expand(y, parts[:, :, columns], b, scalings[i], s[:, columns])
-        else:
-            y = linear(x, w, bias, s[:, columns], b, scalings[i])
-        ys.append(y)
+    biases = [None] * len(weights) if biases is None else biases
+    starts = [sum(b.shape[1] for b in lora_Bs[:i]) for i in range(len(lora_Bs))]
+    columns = [slice(start, start + b.shape[1]) for start, b in zip(starts, lora_Bs, strict=True)]
+    if not library:
+        return [
+            linear(x, w, bias, s[:, own], b, scaling)
+            for w, bias, own, b, scaling in zip(
+                weights, biases, columns, lora_Bs, scalings, strict=True
+            )
+        ], s
+    ys = [F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
+    own_parts, own_s = [parts[:, :, own] for own in columns], [s[:, own] for own in columns]
+    expand(ys, own_parts, list(lora_Bs), list(scalings), own_s)
     return ys, s
 
 

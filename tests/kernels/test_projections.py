@@ -228,17 +228,21 @@ def test_x_pass_tiles(tile, dropout_p, monkeypatch):
 
 @pytest.mark.parametrize("tile", _tiles(config.EXPAND))
 def test_expand_tiles(tile, monkeypatch):
-    """In place, of a Y with longer rows, with S in three parts and in one."""
+    """In place, of Y's with longer rows, of two projections at once, with S in three parts and in one."""
     monkeypatch.setitem(config.EXPAND, "interpreted", tile)
-    M, N = tile.m + 3, tile.n + 3
-    for rank, count in ((9, 3), (70, 1)):
-        y, b = torch.randn(M, N + 5)[:, :N], torch.randn(N, rank)
-        parts, s = torch.randn(count, M, rank), torch.full((M, rank), float("nan"))
-        expected = y.double() + 0.5 * parts.double().sum(0) @ b.double().t()
-        expand.expand(y, parts, b, 0.5, s if count > 1 else parts[0])
-        assert relative_error(y, expected) < 1e-6
-        if count > 1:
-            assert relative_error(s, parts.double().sum(0)) < 1e-6
+    M, features = tile.m + 3, (tile.n + 3, 7)
+    for ranks, count in (((9, 4), 3), ((70, 2), 1)):
+        ys = [torch.randn(M, n + 5)[:, :n] for n in features]
+        bs = [torch.randn(n, r) for n, r in zip(features, ranks, strict=True)]
+        parts = torch.randn(count, M, sum(ranks))
+        s = torch.full((M, sum(ranks)), float("nan")) if count > 1 else parts[0]
+        expected = [
+            y.double() + scale * part.double().sum(0) @ b.double().t()
+            for y, scale, part, b in zip(ys, (0.5, -3.0), parts.split(ranks, 2), bs, strict=True)
+        ]
+        expand.expand(ys, list(parts.split(ranks, 2)), bs, [0.5, -3.0], list(s.split(ranks, 1)))
+        assert all(relative_error(y, e) < 1e-6 for y, e in zip(ys, expected, strict=True))
+        assert relative_error(s, parts.double().sum(0)) < 1e-6
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
