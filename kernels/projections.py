@@ -71,18 +71,14 @@ def _forward(
     if parts.shape[0] > 1 and not library:  # expand sums them on its way
         reduce_sums([Sum(parts, s, 1.0)])
     biases = [None] * len(weights) if biases is None else biases
-    starts = [sum(b.shape[1] for b in lora_Bs[:i]) for i in range(len(lora_Bs))]
-    columns = [slice(start, start + b.shape[1]) for start, b in zip(starts, lora_Bs, strict=True)]
-    if not library:
-        return [
-            linear(x, w, bias, s[:, own], b, scaling)
-            for w, bias, own, b, scaling in zip(
-                weights, biases, columns, lora_Bs, scalings, strict=True
-            )
-        ], s
-    ys = [F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
-    own_parts, own_s = [parts[:, :, own] for own in columns], [s[:, own] for own in columns]
-    expand(ys, own_parts, list(lora_Bs), list(scalings), own_s)
+    ranks = [b.shape[1] for b in lora_Bs]
+    s_each = s.split(ranks, dim=1)
+    if library:
+        ys = [F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True)]
+        expand(ys, list(parts.split(ranks, dim=2)), list(lora_Bs), list(scalings), list(s_each))
+    else:
+        each = zip(weights, biases, s_each, lora_Bs, scalings, strict=True)
+        ys = [linear(x, w, bias, s_i, b, scaling) for w, bias, s_i, b, scaling in each]
     return ys, s
 
 
